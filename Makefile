@@ -1,0 +1,35 @@
+# What a person does with Draftsmith in a fresh clone. Every target sets up what it needs first; a second set-up costs
+# nothing. `make PYTHON=python3.12 demo` chooses the interpreter.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test demo smoke test lint format clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## .venv with everything a run needs (CPU or CUDA builds, by looking at the machine)
+	@PYTHON="$(PYTHON)" bash launch/setup.sh run
+
+setup-test: setup  ## the same, with what the tests need
+	@PYTHON="$(PYTHON)" bash launch/setup.sh test
+
+demo: setup  ## the main job on a real small model, into outputs/demo
+	@$(BIN)/draftsmith run demo
+
+smoke: setup  ## the same pipeline on a tiny target, in about a minute, into outputs/ci_eagle3
+	@$(BIN)/draftsmith run ci_eagle3 resume=never
+
+test: setup-test  ## all tests
+	@$(BIN)/python -m pytest
+
+lint: setup-test  ## ruff: rules and formatting
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+format: setup-test  ## let ruff put the formatting right
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+clean:  ## remove .venv and what tools leave behind (outputs/ stays)
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

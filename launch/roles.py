@@ -1,0 +1,80 @@
+"""Which processes a run has on this machine, and the command of each."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.config import RunConfig
+
+from .preflight import needs_master, needs_stream
+from .processes import Role
+
+
+def connect(config: RunConfig, run_dir: Path, ports: dict[str, int]) -> RunConfig:
+    """The configuration with the addresses that the children need: of the ledger, its token, the store."""
+    if not needs_stream(config):
+        return config
+    host = config.cluster.host
+    token_file = str((run_dir / "ledger.token").resolve())
+    source = replace(config.source, ledger=f"http://{host}:{ports['ledger']}", token_file=token_file)
+    store = config.store
+    if needs_master(config):
+        store = replace(store, master=f"{host}:{ports['store']}")
+    elif store.name == "filesystem" and not store.path:
+        store = replace(store, path=str((run_dir / "store").resolve()))
+    return replace(config, source=source, store=store)
+
+
+def write_token(path: Path) -> None:
+    """A new bearer token, readable by its owner only."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_urlsafe(32))
+
+
+def master(config: RunConfig, ports: dict[str, int]) -> Role:
+    from data_pipelines.stores.mooncake import library_path, master_command
+
+    found = ":".join(filter(None, [library_path(), os.environ.get("LD_LIBRARY_PATH")]))
+    command = master_command(config.cluster.host, ports["store"], ports["metrics"])
+    return Role("mooncake", command, {"LD_LIBRARY_PATH": found} if found else {}, server=True)
+
+
+def ledger(run_dir: Path) -> Role:
+    return Role("ledger", _draftsmith("ledger", str(run_dir)), server=True)
+
+
+def producers(config: RunConfig) -> list[Role]:
+    address = ["--ledger", config.source.ledger, "--token-file", config.source.token_file]
+    names = [f"producer-{i}" for i in range(config.cluster.producers)]
+    return [Role(name, _draftsmith("produce", *address, "--name", name), _threads(config)) for name in names]
+
+
+def captures(config: RunConfig, run_dir: Path) -> list[Role]:
+    """source=offline: the producers' place is taken by processes that fill the folder of features and end."""
+    count = max(1, config.cluster.producers)
+    command = ["capture", "--config", str(run_dir / "config.yaml"), "--shard"]
+    return [Role(f"capture-{i}", _draftsmith(*command, f"{i}/{count}"), _threads(config)) for i in range(count)]
+
+
+def trainer(config: RunConfig, run_dir: Path) -> Role:
+    """torchrun with a rendezvous on any free port; signals that ask for a checkpoint are handed on to the ranks."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(config.cluster.ranks)),
+        *("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"),
+        *("-m", "trainer.train", "--config", str(run_dir / "config.yaml")),
+    ]
+    return Role("trainer", command, _threads(config))
+
+
+def _draftsmith(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "launch.cli", *arguments]
+
+
+def _threads(config: RunConfig) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(config.cluster.threads)} if config.cluster.threads else {}

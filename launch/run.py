@@ -1,0 +1,136 @@
+"""`draftsmith run`: a whole run on this machine, stage by stage, from prompts to the report.
+
+Each stage keeps what it made in the run's folder, so that the same command, given again after whatever happened, does
+only what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from data_pipelines.engines import resolve_target
+from data_pipelines.errors import UserError
+from trainer.config import RunConfig, load_config, save_config
+from trainer.setup import RunSetup, prepare_run
+
+from . import data, preflight, report, results
+from .plan import show_plan
+from .processes import Stopped, Terminated
+from .screen import Screen
+from .training import train
+
+
+def command(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.recipe, arguments.overrides)
+    screen = Screen()
+    if arguments.plan:
+        show_plan(config, screen)
+        return 0
+    with stopping_on_signals():
+        run(config, screen)
+    return 0
+
+
+def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
+    """All stages; returns the summary. Raises UserError with the cause, and Stopped when it was interrupted."""
+    run_dir = Path(config.run_dir)
+    screen.line(f"draftsmith run {config.recipe} → {run_dir}")
+    with screen.stage("check") as note:
+        ports = preflight.check(config, run_dir)
+        note("folder, disk, store and ports are fine" if ports else "folder and disk are fine")
+    with only_run_in(run_dir):
+        if config.resume == "never":
+            start_afresh(run_dir, screen)
+        save_config(config, run_dir / "config.yaml")
+        with screen.stage("target") as note:
+            note(data.describe_target(resolve_target(config.target)))
+        with screen.stage("data") as note:
+            setup = prepare_run(config)
+            note(data.describe(setup))
+        return _learn_and_judge(setup, ports, screen)
+
+
+def _learn_and_judge(setup: RunSetup, ports: dict[str, int], screen: Screen) -> dict[str, Any]:
+    run_dir, agreement = setup.run_dir, None
+    if setup.config.data.regenerate.mode == "sample":
+        with screen.stage("sample") as note:
+            agreement = data.sample_agreement(setup)
+            note(f"the target gives {agreement['same']} of {agreement['of']} answers again, token for token")
+    with screen.stage("before") as note:
+        before = results.judge(setup, "before")
+        note(results.describe(before))
+    with screen.stage("train") as note:
+        note(train(setup, ports, screen))
+    with screen.stage("export") as note:
+        exported = results.export(setup, run_dir / "export")
+        note(str(exported))
+    with screen.stage("after") as note:
+        after = results.judge(setup, "after")
+        note(results.describe(after))
+    with screen.stage("report") as note:
+        summary = results.summarise(setup, before, after, exported)
+        report.write_report(summary, setup.config, {"counts": data.counts(setup), "agreement": agreement}, run_dir)
+        note(str(run_dir / "report.html"))
+    screen.console.print()
+    screen.console.print(report.table(summary))
+    screen.line(f"\ntry next: {next_command(setup.config)}")
+    return summary
+
+
+def next_command(config: RunConfig) -> str:
+    """One command that is worth trying after this run."""
+    if config.target.kind == "tiny":
+        return "draftsmith run demo"
+    if config.target.kind == "smollm2_135m":
+        return "draftsmith run demo target=hf target.path=<your model> data.regenerate.mode=always run_dir=outputs/mine"
+    return f"draftsmith evaluate {config.run_dir} evaluate.max_prompts=200"
+
+
+def start_afresh(run_dir: Path, screen: Screen) -> None:
+    """resume=never: what an earlier run left in this folder is removed; logs are kept."""
+    left = ["checkpoints", "export", "records", "evaluation", "features", "store", "metrics.jsonl", "training.json"]
+    found = [name for name in [*left, "summary.json", "report.html", "quarantine.jsonl"] if (run_dir / name).exists()]
+    for name in found:
+        path = run_dir / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if found:
+        screen.line(f"  resume=never: removed {', '.join(found)} of an earlier run")
+
+
+@contextmanager
+def only_run_in(run_dir: Path) -> Iterator[None]:
+    """Two runs in one folder would overwrite each other. The lock goes with the process that holds it."""
+    lock = FileLock(run_dir / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            "another draftsmith runs in this folder", where=str(run_dir), fix="choose run_dir=<path>"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def stopping_on_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM raise Stopped in the main thread, also where the shell started us with SIGINT ignored."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise Stopped if number == signal.SIGINT else Terminated
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

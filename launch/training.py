@@ -1,0 +1,158 @@
+"""The training stage: the run's processes started in order, watched to the end, and stopped whatever happens."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from data_pipelines.errors import UserError
+from data_pipelines.stream.messages import producer_config
+from trainer.checkpoint import choose_checkpoint
+from trainer.config import RunConfig, save_config
+from trainer.loop import PREEMPTED
+from trainer.setup import RunSetup
+
+from . import roles
+from .preflight import needs_master, needs_stream
+from .processes import Child, Crew, Stopped, Terminated, describe, failure
+from .records import write_atomically
+from .results import newest_step
+from .screen import MetricsTail, Screen, TrainingView
+
+_CHECKPOINT_GRACE = 120.0  # seconds for the trainer to write one when the run is stopped
+_POLL = 0.2
+
+
+def train(setup: RunSetup, ports: dict[str, int], screen: Screen) -> str:
+    """Run the training from the newest checkpoint (or the start) to its end. Returns what there is to say about it.
+
+    Raises UserError with the cause when it fails, and Stopped when the person or the system ended it.
+    """
+    run_dir, total = setup.run_dir, setup.total_steps
+    found = choose_checkpoint(run_dir / "checkpoints", setup.config.resume, setup.identity)
+    done = newest_step(run_dir) if found else 0
+    if done == total and (run_dir / "training.json").exists():
+        return f"all {total} steps were done already (resume=never starts afresh)"
+    config = roles.connect(setup.config, run_dir, ports)
+    save_config(config, run_dir / "config.yaml")
+    if needs_stream(config):
+        roles.write_token(Path(config.source.token_file))
+        write_ledger_settings(config, setup, ports)
+    crew = Crew(run_dir / "logs", config.cluster.max_restarts)
+    try:
+        with screen.training(total) as view:
+            if done:
+                view.say(f"going on from step {done}")
+            if config.source.name == "offline":
+                _capture(crew, config, run_dir, view)
+            _start_stream(crew, config, run_dir, ports)
+            trainer = crew.start_trainer(roles.trainer(config, run_dir))
+            try:
+                _watch(crew, trainer, run_dir, view)
+            except Stopped:
+                view.say("stopping: waiting for the trainer's checkpoint (once more to stop at once)")
+                _stop_gently(trainer)
+                raise
+    except Stopped as stopped:
+        raise type(stopped)(_how_to_resume(config, run_dir)) from None
+    finally:
+        with _uninterrupted():
+            crew.stop()
+    restarts = sum(child.restarts for child in crew.helpers)
+    return f"{total - done} steps" + (f"; helpers were restarted {restarts} times" if restarts else "")
+
+
+def write_ledger_settings(config: RunConfig, setup: RunSetup, ports: dict[str, int]) -> None:
+    """`<run_dir>/ledger.json`: all that the ledger needs, so that it starts again in a moment, without torch."""
+    threads, lease = config.cluster.threads, config.source.lease_seconds
+    settings = {
+        "host": config.cluster.host,
+        "port": ports["ledger"],
+        "source": asdict(config.source),
+        "config": producer_config(config.target, config.store, setup.spec, threads=threads, lease_seconds=lease),
+    }
+    write_atomically(setup.run_dir / "ledger.json", json.dumps(settings, indent=2))
+
+
+def _start_stream(crew: Crew, config: RunConfig, run_dir: Path, ports: dict[str, int]) -> None:
+    if not needs_stream(config):
+        return
+    host = config.cluster.host
+    if needs_master(config):
+        from data_pipelines.stores.mooncake import wait_ready
+
+        master = crew.start_helper(roles.master(config, ports))
+        try:
+            wait_ready(host, ports["store"], ports["metrics"], process=master.process)
+        except UserError as error:
+            raise failure(master, error.what) from error
+    crew.start_helper(roles.ledger(run_dir))
+    for role in roles.producers(config):
+        crew.start_helper(role)
+
+
+def _capture(crew: Crew, config: RunConfig, run_dir: Path, view: TrainingView) -> None:
+    """source=offline: fill the folder of features first. What is already there is not computed again."""
+    captures = [Child(role, run_dir / "logs") for role in roles.captures(config, run_dir)]
+    crew.helpers.extend(captures)
+    view.say(f"capturing features with {len(captures)} processes")
+    while any(child.status != 0 for child in captures):
+        for child in captures:
+            if child.status not in (None, 0):
+                raise failure(child, f"{child.role.name} {describe(child.status)}")
+        time.sleep(_POLL)
+    crew.helpers.clear()
+
+
+def _watch(crew: Crew, trainer: Child, run_dir: Path, view: TrainingView) -> None:
+    """Until the trainer has ended. A dead helper is started again meanwhile; a dead trainer ends the run."""
+    metrics = MetricsTail(run_dir / "metrics.jsonl")
+    while True:
+        status = trainer.status
+        for row in metrics.rows()[-1:]:
+            view.show(row)
+        if status == 0:
+            return
+        if status is not None:
+            if _was_preempted(trainer):
+                raise Terminated("the trainer was told to stop")
+            raise failure(trainer, f"the trainer {describe(status)}")
+        for line in crew.tend():
+            view.say(line)
+        time.sleep(_POLL)
+
+
+def _was_preempted(trainer: Child) -> bool:
+    """torchrun reports a rank's status in its log only; its own is 1."""
+    return trainer.status == PREEMPTED or f"exitcode  : {PREEMPTED}" in trainer.said()
+
+
+def _stop_gently(trainer: Child) -> None:
+    """SIGTERM asks the ranks for a checkpoint at their next step; the stream goes on until they have it."""
+    trainer.signal(signal.SIGTERM)
+    deadline = time.monotonic() + _CHECKPOINT_GRACE
+    while trainer.status is None and time.monotonic() < deadline:
+        time.sleep(_POLL)
+
+
+def _how_to_resume(config: RunConfig, run_dir: Path) -> str:
+    step = newest_step(run_dir)
+    kept = f"{step} steps are saved in {run_dir}" if step else "no checkpoint was written yet"
+    return f"{kept}; the same command goes on from there (draftsmith run {config.recipe} …)"
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Signals are put off: children must not be left because somebody is impatient. It takes seconds at most."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

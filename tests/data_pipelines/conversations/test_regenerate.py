@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipelines.conversations.regenerate import agreement, generate, regenerate, regenerate_file
+from data_pipelines.conversations.rendering import prompt_ids, render
+from data_pipelines.conversations.rows import Row, conversation, read_rows
+from data_pipelines.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_target):
+    return tiny_target.load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_target):
+    return tiny_target.load_model(torch.float32)
+
+
+def prompts(n: int) -> list[Row]:
+    verbs = ["count", "describe", "compare", "list"]
+    texts = [f"Please {verbs[i % 4]} the apples and the boats " + "and the dogs " * (i % 3) + str(i) for i in range(n)]
+    return [Row({"id": f"p{i}", "messages": [{"role": "user", "content": t}]}, f"t:{i}") for i, t in enumerate(texts)]
+
+
+def literal_greedy(model, ids: list[int], eos: int, most: int) -> list[int]:
+    """Argmax after argmax, one prompt, no cache."""
+    out = []
+    with torch.inference_mode():
+        while len(out) < most and (not out or out[-1] != eos):
+            out.append(int(model(torch.tensor([ids + out])).logits[0, -1].argmax()))
+    return out
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_are_the_targets_own_greedy_ones(tmp_path, model, tokenizer):
+    rows = prompts(6)
+    limit = 18  # some answers stop before it, others are cut
+    result = regenerate(rows, model, tokenizer, tmp_path / "out.jsonl", max_new_tokens=limit, batch_size=4)
+    written = lines(tmp_path / "out.jsonl")
+    assert [w["id"] for w in written] == [r.data["id"] for r in rows]
+    assert (result.rows, result.answered, result.resumed, result.refused) == (6, 6, 0, {})
+    for line in written:
+        expected = literal_greedy(model, prompt_ids(tokenizer, line["messages"][:-1]), tokenizer.eos_token_id, limit)
+        stopped = expected[-1] == tokenizer.eos_token_id
+        assert line["finish_reason"] == ("stop" if stopped else "length")
+        assert line["messages"][-1]["content"] == tokenizer.decode(expected[: -1 if stopped else None])
+    assert result.cut == sum(line["finish_reason"] == "length" for line in written)
+    assert list(tmp_path.iterdir()) == [tmp_path / "out.jsonl"]
+
+
+def test_a_cut_answer_is_rendered_without_an_end(tmp_path, model, tokenizer):
+    regenerate(prompts(2), model, tokenizer, tmp_path / "out.jsonl", max_new_tokens=5)
+    for row in read_rows(str(tmp_path / "out.jsonl")):
+        talk = conversation(row)
+        ids, mask = render(tokenizer, talk.messages, talk.truncated)
+        assert talk.truncated and mask[-1] and tokenizer.eos_token_id not in ids[mask.index(True) :]
+
+
+def test_the_models_own_generation_config_does_not_bend_the_answers(model, tokenizer):
+    ids = [prompt_ids(tokenizer, prompts(1)[0].data["messages"])]
+    plain = generate(ids, model, tokenizer, 12)
+    config = model.generation_config
+    config.repetition_penalty, config.do_sample, config.temperature = 5.0, True, 2.0
+    try:
+        assert generate(ids, model, tokenizer, 12) == plain
+        assert model.generation_config is config
+    finally:
+        config.repetition_penalty, config.do_sample, config.temperature = None, None, None
+
+
+def test_every_assistant_turn_is_answered_after_the_targets_own_history(tmp_path, model, tokenizer):
+    turns = [
+        {"role": "user", "content": "Please count the apples"},
+        {"role": "assistant", "content": "Somebody else's words"},
+        {"role": "user", "content": "Please list the boats"},
+        {"role": "assistant", "content": "More of them"},
+    ]
+    row = Row({"messages": turns}, "t:1")
+    regenerate([row], model, tokenizer, tmp_path / "out.jsonl", max_new_tokens=64)
+    (line,) = lines(tmp_path / "out.jsonl")
+    assert [m["role"] for m in line["messages"]] == ["user", "assistant", "user", "assistant"]
+    for turn in (1, 3):
+        expected = literal_greedy(model, prompt_ids(tokenizer, line["messages"][:turn]), tokenizer.eos_token_id, 64)
+        assert line["messages"][turn]["content"] == tokenizer.decode(expected[:-1])
+    regenerate([row], model, tokenizer, tmp_path / "cut.jsonl", max_new_tokens=4)
+    (line,) = lines(tmp_path / "cut.jsonl")
+    assert len(line["messages"]) == 2 and line["finish_reason"] == "length"
+
+
+def test_rows_that_cannot_be_prompted_stay_in_the_file_with_their_reason(tmp_path, model, tokenizer):
+    rows = [Row({"text": 1}, "t:1"), *prompts(1), Row("{", "t:3", "the line is not JSON")]
+    result = regenerate(rows, model, tokenizer, tmp_path / "out.jsonl", max_new_tokens=4)
+    assert result.refused == {"the row has no messages": 1, "the line is not JSON": 1}
+    assert result.answered + sum(result.refused.values()) == result.rows == len(lines(tmp_path / "out.jsonl"))
+    first, _, last = read_rows(str(tmp_path / "out.jsonl"))
+    for row, reason in ((first, "has no messages"), (last, "not JSON")):
+        with pytest.raises(Exception, match=reason):
+            conversation(row)
+    with pytest.raises(UserError, match="no prompt can be answered"):
+        regenerate(rows[:1], model, tokenizer, tmp_path / "none.jsonl")
+
+
+def test_killed_and_started_again_it_goes_on(tmp_path, tiny_target, model, tokenizer):
+    """A real process, killed by SIGKILL in the middle, its last line then left half-written."""
+    source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row.data) + "\n" for row in prompts(60)))
+    options = {"max_new_tokens": 40, "batch_size": 1}
+    code = (
+        "import sys, torch; from pathlib import Path; torch.set_num_threads(1)\n"
+        "from data_pipelines.engines.targets import Target\n"
+        "from data_pipelines.conversations.regenerate import regenerate_file\n"
+        "target = Target(sys.argv[1], 'tiny')\n"
+        "model, tokenizer = target.load_model(torch.float32), target.load_tokenizer()\n"
+        f"regenerate_file(sys.argv[2], Path(sys.argv[3]), model, tokenizer, **{options})\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, tiny_target.path, str(source), str(out)], cwd=os.getcwd())
+    deadline = time.monotonic() + 60
+    while True:
+        partials = list(tmp_path.glob(".out.jsonl.*.partial"))
+        if partials and partials[0].read_bytes().count(b"\n") >= 3:
+            break
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    finished = partials[0].read_bytes().count(b"\n")
+    with partials[0].open("ab") as file:
+        file.write(b'{"index": 59, "line": {"id": "p5')
+
+    resumed = regenerate_file(str(source), out, model, tokenizer, **options)
+    assert resumed.resumed == finished and resumed.answered == 60 - finished > 0
+    undisturbed = tmp_path / "undisturbed.jsonl"
+    assert regenerate_file(str(source), undisturbed, model, tokenizer, **options).resumed == 0
+    assert out.read_text() == undisturbed.read_text()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_partial_file_of_another_call_is_not_gone_on_with(tmp_path, model, tokenizer, monkeypatch):
+    from data_pipelines.conversations import regenerate as module
+
+    written = []
+    real = module._answer
+
+    def stop_after_two(*args):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(module, "_answer", stop_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(prompts(4), model, tokenizer, tmp_path / "out.jsonl", max_new_tokens=4, batch_size=1)
+    monkeypatch.undo()
+    assert regenerate(prompts(4), model, tokenizer, tmp_path / "out.jsonl", max_new_tokens=5).resumed == 0
+    assert regenerate(prompts(3), model, tokenizer, tmp_path / "out.jsonl", max_new_tokens=4).resumed == 0
+    assert regenerate(prompts(4), model, tokenizer, tmp_path / "out.jsonl", max_new_tokens=4).resumed == 2
+
+
+def test_agreement_counts_and_says_where_an_answer_differs(tmp_path, model, tokenizer):
+    regenerate(prompts(9), model, tokenizer, tmp_path / "out.jsonl", max_new_tokens=20, batch_size=4)
+    rows = list(read_rows(str(tmp_path / "out.jsonl")))
+    found = agreement(rows, model, tokenizer, 5, max_new_tokens=20, batch_size=2)
+    assert (found.same, found.total, found.mismatches) == (5, 5, [])
+    assert agreement(rows, model, tokenizer, 50, max_new_tokens=12).same == 9  # as far as both go
+    messages = rows[0].data["messages"]
+    words = messages[-1]["content"].split(" ")
+    changed = " ".join([*words[:3], "mountain", *words[4:]])
+    forged = Row({**rows[0].data, "messages": [messages[0], {"role": "assistant", "content": changed}]}, "t:0")
+    found = agreement([forged, *rows[1:]], model, tokenizer, 9, max_new_tokens=20)
+    assert (found.same, found.total) == (8, 9)
+    ((name, index),) = found.mismatches
+    assert name == "p0" and index == len(tokenizer.encode(" ".join(words[:3]), add_special_tokens=False))

@@ -1,0 +1,109 @@
+"""The engine's features are transformers' own hidden states, and packed documents do not see each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from data_pipelines.engines import TargetConfig, build_engine, resolve_target
+from data_pipelines.errors import FeatureError, UserError
+from data_pipelines.features import FeatureSpec
+from trainer.target import FrozenTarget
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES = {
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
+    "gemma2": Gemma2Config(**SIZES, sliding_window=4),
+}
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def target(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[request.param])
+    with torch.no_grad():  # norms other than 1, so that a wrong convention shows
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.add_(0.3 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    return resolve_target(TargetConfig(path=str(folder)))
+
+
+def test_taps_and_final_are_transformers_hidden_states(target):
+    spec = FeatureSpec(target.fingerprint, (0, 1, 3, 4), 32, "float32")
+    lengths, rng = (5, 11, 7), np.random.default_rng(0)
+    ids = rng.integers(0, 97, sum(lengths)).astype(np.int32)
+    features = build_engine(target, spec).compute(ids, lengths)
+    model, start = target.load_model(torch.float32), 0
+    for n in lengths:
+        with torch.no_grad():
+            states = model(torch.from_numpy(ids[start : start + n]).long()[None], output_hidden_states=True)
+        mine = features.taps[start : start + n]
+        for i, k in enumerate((0, 1, 3)):
+            torch.testing.assert_close(mine[:, i], states.hidden_states[k][0], rtol=1e-4, atol=1e-5)
+        frozen = FrozenTarget.load(target, torch.float32)
+        final = features.final[start : start + n]
+        assert torch.equal(final, mine[:, 3])  # H^L is the state before the final norm …
+        torch.testing.assert_close(frozen.normed(final), states.hidden_states[-1][0], rtol=1e-4, atol=1e-5)
+        logits = frozen.cap(frozen.normed(final) @ frozen.head_weight.T)
+        torch.testing.assert_close(logits, states.logits[0], rtol=1e-3, atol=1e-4)  # … and the tail is the target's own
+        start += n
+
+
+def test_the_frozen_target_embeds_as_the_model_does(target):
+    model, frozen = target.load_model(torch.float32), FrozenTarget.load(target, torch.float32)
+    ids = torch.arange(20)
+    assert torch.equal(frozen.embed(ids), model.get_input_embeddings()(ids))
+
+
+def test_the_same_pack_gives_the_same_bits(tiny_target):
+    spec = FeatureSpec(tiny_target.fingerprint, (2, 3), tiny_target.config.hidden_size, "bfloat16")
+    ids = np.arange(40, dtype=np.int32)
+    a, b = (build_engine(tiny_target, spec).compute(ids, (15, 25)) for _ in range(2))
+    assert torch.equal(a.taps, b.taps) and torch.equal(a.final, b.final)
+
+
+def test_an_architecture_that_mixes_packed_documents_is_refused(tiny_target, monkeypatch):
+    from data_pipelines.engines import transformers as engine
+
+    monkeypatch.setattr(engine, "position_ids", lambda lengths: np.arange(sum(lengths), dtype=np.int32))
+    spec = FeatureSpec(tiny_target.fingerprint, (2, 3), tiny_target.config.hidden_size, "float32")
+    with pytest.raises(FeatureError, match="does not keep packed documents apart"):
+        build_engine(tiny_target, spec)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"path": "/no/such/folder"}, "does not exist"),
+        ({"path": "no-such-model"}, "does not exist"),
+        ({"path": ""}, "target=hf needs a model"),
+        ({"kind": "gguf"}, "not one of hf"),
+        ({"path": "x/y", "dtype": "fp8"}, "not one of auto"),
+    ],
+)
+def test_targets_that_are_not_there(config, said):
+    with pytest.raises(UserError, match=said):
+        resolve_target(TargetConfig(**config))
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        resolve_target(TargetConfig(path=str(tmp_path)))
+
+
+def test_another_target_has_another_fingerprint(tiny_target, tmp_path):
+    model = tiny_target.load_model(torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    model.save_pretrained(tmp_path)
+    other = resolve_target(TargetConfig(path=str(tmp_path)))
+    assert AutoConfig.from_pretrained(tmp_path).hidden_size == tiny_target.config.hidden_size
+    assert other.fingerprint != tiny_target.fingerprint

@@ -1,0 +1,64 @@
+"""The plan is a pure function, and every document is in it exactly once an epoch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from data_pipelines.errors import UserError
+from data_pipelines.packing import Document, Plan, pack_id, position_ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def documents(lengths):
+    return [Document(np.full(n, i, np.int32), np.ones(n, bool), f"row {i}") for i, n in enumerate(lengths)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 32), min_size=1, max_size=80), st.integers(0, 5), st.integers(1, 3))
+def test_each_epoch_holds_every_document_once_in_packs_that_fit(lengths, seed, epochs):
+    plan = Plan(documents(lengths), pack_tokens=32, seed=seed, epochs=epochs)
+    again = Plan(documents(lengths), pack_tokens=32, seed=seed, epochs=epochs)
+    assert plan.fingerprint == again.fingerprint
+    per_epoch = len(plan) // epochs
+    for epoch in range(epochs):
+        packs = [plan[epoch * per_epoch + i] for i in range(per_epoch)]
+        assert all(len(p) <= 32 for p in packs)
+        assert sorted(o for p in packs for o in p.origins) == sorted(f"row {i}" for i in range(len(lengths)))
+        for i, pack in enumerate(packs):
+            assert again[epoch * per_epoch + i].origins == pack.origins
+
+
+def test_another_seed_is_another_plan_and_another_epoch_another_order():
+    docs = documents([5] * 40)
+    a, b = (Plan(docs, pack_tokens=16, seed=s, epochs=2) for s in (0, 1))
+    assert a.fingerprint != b.fingerprint
+    half = len(a) // 2
+    orders = [[tuple(a[e * half + i].origins) for i in range(half)] for e in (0, 1)]
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+
+
+@given(st.integers(0, 30), st.integers(1, 5), st.integers(0, 30))
+def test_ranks_share_out_every_index_once(start, world_size, length):
+    plan = Plan(documents([1]), pack_tokens=4, seed=0, epochs=100)
+    shares = [list(plan.share(r, world_size, start, start + length)) for r in range(world_size)]
+    assert sorted(i for s in shares for i in s) == list(range(start, start + length))
+    assert all(i % world_size == r for r, s in enumerate(shares) for i in s)
+
+
+def test_pack_ids_tell_apart_what_gives_other_features():
+    ids = np.arange(6, dtype=np.int32)
+    base = pack_id(ids, (2, 4), "spec")
+    assert base == pack_id(ids.copy(), (2, 4), "spec")
+    assert len({base, pack_id(ids, (3, 3), "spec"), pack_id(ids + 1, (2, 4), "spec"), pack_id(ids, (2, 4), "x")}) == 4
+
+
+def test_positions_restart_at_documents():
+    assert position_ids((2, 1, 3)).tolist() == [0, 1, 0, 0, 1, 2]
+
+
+def test_refusals():
+    with pytest.raises(UserError, match="no document"):
+        Plan([], pack_tokens=8, seed=0)
+    with pytest.raises(UserError, match="9 tokens does not fit"):
+        Plan(documents([9]), pack_tokens=8, seed=0)

@@ -1,0 +1,193 @@
+"""Whole runs, as a person starts them: real store, ledger, producers, torchrun, on the tiny target."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trainer.checkpoint import RUN_FILE, whole_checkpoints
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["max_steps=12", "checkpoint.every=3", "evaluate.max_prompts=4", "evaluate.max_new_tokens=16"]
+DOMAIN_KEYS = {"acceptance_length", "prefix_rate", "conditional_rate", "rounds", "tokens"}
+
+
+def command(run_dir: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "launch.cli", "run", "ci_eagle3", f"run_dir={run_dir}", *SMALL, *overrides]
+
+
+def run(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(run_dir, *overrides), capture_output=True, text=True, timeout=240, cwd=ROOT)
+
+
+@contextmanager
+def started(run_dir: Path) -> Iterator[tuple[subprocess.Popen, Callable[[], str]]]:
+    """A run in the background, and what it has said so far. Nothing of it survives the test."""
+    output = run_dir.with_suffix(".output")
+    with output.open("w") as out:
+        launcher = subprocess.Popen(command(run_dir), stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
+    family = [psutil.Process(launcher.pid)]
+    try:
+        yield launcher, output.read_text
+    finally:
+        for process in [*family, *(family[0].children(recursive=True) if family[0].is_running() else [])]:
+            if process.is_running():
+                process.kill()
+        launcher.wait()
+
+
+def wait_for(condition: Callable[[], object], launcher: subprocess.Popen, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert launcher.poll() is None, "the run has ended before"
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def steps(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def gone(processes: list[psutil.Process], seconds: float = 15.0) -> list[psutil.Process]:
+    """The processes that are still there after `seconds`."""
+    return psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
+    """An undisturbed run."""
+    run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    return run_dir, run(run_dir)
+
+
+def read_summary(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def test_a_run_leaves_what_it_promises(finished: tuple[Path, subprocess.CompletedProcess]) -> None:
+    run_dir, done = finished
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("config.yaml", "metrics.jsonl", "quarantine.jsonl", "report.html", "export/config.json"):
+        assert (run_dir / name).is_file(), name
+    assert (run_dir / "export" / "model.safetensors").stat().st_size > 0
+    assert {path.stem for path in (run_dir / "logs").iterdir()} >= {
+        "mooncake", "ledger", "producer-0", "producer-1", "trainer",
+    }  # fmt: skip
+    assert [path.name for path in whole_checkpoints(run_dir / "checkpoints")][-1] == "step_00000012"
+    assert [row["step"] for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())] == [
+        *range(12)
+    ]
+    assert os.stat(run_dir / "ledger.token").st_mode & 0o077 == 0
+
+
+def test_the_summary_has_every_promised_key(finished: tuple[Path, subprocess.CompletedProcess]) -> None:
+    run_dir, done = finished
+    summary = read_summary(run_dir)
+    assert set(summary) == {
+        "recipe", "target", "drafter", "world_size", "producers", "steps", "packs", "tokens", "seconds",
+        "tokens_per_second", "wait_fraction", "loss", "weights_sha256", "acceptance", "lossless", "export",
+    }  # fmt: skip
+    assert (summary["recipe"], summary["drafter"], summary["target"]) == ("ci_eagle3", "eagle3", "draftsmith/tiny")
+    assert (summary["world_size"], summary["producers"], summary["steps"], summary["packs"]) == (2, 2, 12, 48)
+    assert summary["lossless"] is True
+    assert 0 <= summary["wait_fraction"] < 1
+    assert summary["loss"]["last"] < summary["loss"]["first"]
+    for when in ("before", "after"):
+        assert "all" in summary["acceptance"][when] and len(summary["acceptance"][when]) > 1
+        for numbers in summary["acceptance"][when].values():
+            assert set(numbers) >= DOMAIN_KEYS and numbers["acceptance_length"] >= 1
+    assert "lossless      yes" in done.stdout and "try next:" in done.stdout
+
+
+def test_the_report_needs_nothing_else(finished: tuple[Path, subprocess.CompletedProcess]) -> None:
+    run_dir, _ = finished
+    html = (run_dir / "report.html").read_text()
+    assert html.count("<svg") == 3
+    assert "src=" not in html and "<link" not in html and "<script" not in html
+    for wanted in (
+        "draftsmith/tiny",
+        "conditional",
+        "do not make a drafter to serve with",
+        "pack_tokens: 256",
+        "arithmetic",
+    ):
+        assert wanted in html
+
+
+def test_a_finished_run_is_not_run_again(finished: tuple[Path, subprocess.CompletedProcess]) -> None:
+    run_dir, _ = finished
+    before = read_summary(run_dir)
+    again = run(run_dir)
+    assert again.returncode == 0, again.stderr
+    assert "all 12 steps were done already" in again.stdout
+    assert read_summary(run_dir) == before
+
+
+def test_interrupted_at_any_time_it_ends_whole_and_goes_on_to_the_same_weights(
+    finished: tuple[Path, subprocess.CompletedProcess], tmp_path: Path
+) -> None:
+    """A producer and the ledger are killed, then Ctrl-C; then the same command again: bit-identical weights."""
+    run_dir = tmp_path / "interrupted"
+    with started(run_dir) as (launcher, said):
+        wait_for(lambda: steps(run_dir) >= 1, launcher)
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        for role in ("produce", "ledger"):
+            next(p for p in family if p.is_running() and role in p.cmdline()).kill()
+        wait_for(lambda: said().count(": restarted (1 of 3)") == 2, launcher)
+        family += psutil.Process(launcher.pid).children(recursive=True)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=60) == 130, said()
+    assert gone(family) == []
+    kept = whole_checkpoints(run_dir / "checkpoints")
+    assert kept and all((path / RUN_FILE).exists() for path in kept)
+    step = json.loads((kept[-1] / RUN_FILE).read_text())["step"]
+    assert f"{step} steps are saved" in said() and "Traceback" not in said()
+    assert not (run_dir / "summary.json").exists()
+    done = run(run_dir)
+    assert done.returncode == 0, done.stderr
+    assert f"going on from step {step}" in done.stdout
+    assert read_summary(run_dir)["weights_sha256"] == read_summary(finished[0])["weights_sha256"]
+
+
+def test_children_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "killed"
+    with started(run_dir) as (launcher, _):
+        wait_for(lambda: steps(run_dir) >= 1, launcher)
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        roles = " ".join(word for process in family for word in process.cmdline())
+        assert all(name in roles for name in ("mooncake_master", "ledger", "produce", "trainer.train"))
+        launcher.kill()
+        launcher.wait()
+        assert gone(family, seconds=45) == []
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    run_dir = tmp_path / "shared"
+    with started(run_dir) as (launcher, said):
+        wait_for(lambda: "target" in said(), launcher)
+        other = run(run_dir)
+        assert other.returncode == 2
+        assert "another draftsmith runs in this folder" in other.stderr
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=60) == 75
+
+
+def test_a_trainer_that_fails_ends_the_run_with_its_own_words(tmp_path: Path) -> None:
+    """A learning rate that blows up: the trainer says so, and nothing is left running."""
+    done = run(tmp_path / "diverged", "optim.lr=1e30", "evaluate=none")
+    assert done.returncode == 2
+    assert "the gradient is not finite" in done.stderr and "lower optim.lr" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 20
+    strays = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    assert strays == []

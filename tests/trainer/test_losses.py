@@ -1,0 +1,124 @@
+"""The streaming teacher against the loss written out with whole [N, V] tensors, and rule 3: one denominator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.trainer.conftest import slice_batch
+from trainer import losses
+from trainer.losses import soft_cross_entropy, summarise_teacher
+
+
+def written_out(hidden, head, frozen, final, teacher_rows, weights, kept):
+    p_all = (frozen.normed(final) @ frozen.head_weight.T)[teacher_rows]
+    p = p_all if kept is None else p_all[:, kept]
+    log_q = (hidden @ head.T).log_softmax(-1)
+    cross_entropy = -(p.softmax(-1) * log_q).sum(-1)
+    full = p_all.softmax(-1) if kept is None else p_all.softmax(-1)[:, kept]
+    return (weights * cross_entropy).sum(), cross_entropy, torch.minimum(full, log_q.exp()).sum(-1)
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("chunk_elements", [1, 300, 1 << 20])
+def test_streamed_loss_and_gradients_equal_the_materialised_ones(frozen, monkeypatch, reduced, chunk_elements):
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk_elements)
+    torch.manual_seed(0)
+    kept = torch.arange(1, 61, 3) if reduced else None
+    final = torch.randn(17, 24, dtype=torch.double)
+    rows = torch.randint(0, 17, (40,))
+    weights = torch.rand(40, dtype=torch.double)
+    weights[::7] = 0
+    hidden = torch.randn(40, 24, dtype=torch.double, requires_grad=True)
+    head = torch.randn(61 if kept is None else len(kept), 24, dtype=torch.double, requires_grad=True)
+    needed = torch.zeros(17, dtype=torch.bool)
+    needed[rows] = True
+    teacher = summarise_teacher(frozen, final, needed)
+    loss, judged = soft_cross_entropy(
+        hidden,
+        head,
+        teacher=teacher,
+        teacher_head=frozen.draft_head(kept),
+        teacher_rows=rows,
+        weights=weights,
+        cap=frozen.cap,
+    )
+    streamed = torch.autograd.grad(3 * loss, (hidden, head))
+    expected, cross_entropy, acceptance = written_out(hidden, head, frozen, final, rows, weights, kept)
+    materialised = torch.autograd.grad(3 * expected, (hidden, head))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(judged.cross_entropy, cross_entropy)
+    torch.testing.assert_close(judged.expected_acceptance, acceptance)
+    assert torch.equal(judged.argmax, (hidden @ head.T).argmax(-1))
+    torch.testing.assert_close(streamed, materialised)
+    assert not streamed[0][::7].any()
+
+
+def test_soft_cap_is_differentiated(frozen, monkeypatch):
+    monkeypatch.setattr(frozen, "_softcap", 2.0)
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 24, dtype=torch.double, requires_grad=True)
+    head = torch.randn(61, 24, dtype=torch.double)
+    teacher = summarise_teacher(frozen, torch.randn(5, 24, dtype=torch.double), torch.ones(5, dtype=torch.bool))
+
+    def loss_of(h):
+        return soft_cross_entropy(
+            h,
+            head,
+            teacher=teacher,
+            teacher_head=frozen.head_weight,
+            teacher_rows=torch.arange(5),
+            weights=torch.ones(5, dtype=torch.double),
+            cap=frozen.cap,
+        )[0]
+
+    assert torch.autograd.gradcheck(loss_of, hidden)
+
+
+def gradients(drafter, frozen, batches):
+    """As the loop does it: denominators over all micro-batches first."""
+    drafter.zero_grad()
+    targets = [drafter.targets(b, frozen) for b in batches]
+    denominators = sum(t.denominators for t in targets).clamp(min=1)
+    weights = torch.tensor(drafter.step_weights, dtype=torch.double) / denominators
+    for batch, target in zip(batches, targets):
+        drafter(batch, target, frozen, weights)[0].backward()
+    return {name: p.grad.clone() for name, p in drafter.named_parameters()}
+
+
+@pytest.mark.parametrize("kept", [None, torch.arange(0, 61, 2)], ids=["full", "reduced"])
+def test_gradient_is_independent_of_packing_padding_and_accumulation(world, kept):
+    drafter = world.drafter(kept, steps=4)
+    lengths = [3, 11, 1, 8, 2]
+    whole = world.make(lengths, mask="answer")
+    edges = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    alone = [slice_batch(whole.batch, a, b) for a, b in zip(edges, edges[1:])]
+    padding = world.make([6], seed=9, mask="none").batch  # an unsupervised document weighs nothing
+    packed = gradients(drafter, world.frozen, [whole.batch])
+    assert any(g.abs().max() > 1e-3 for g in packed.values())
+    torch.testing.assert_close(gradients(drafter, world.frozen, alone), packed)
+    torch.testing.assert_close(gradients(drafter, world.frozen, [padding, *alone]), packed)
+
+
+def test_gradient_equals_finite_differences(world):
+    drafter, frozen = world.drafter(torch.arange(0, 61, 2), steps=3, num_layers=2, train_head=True), world.frozen
+    batch = world.make([7, 9], mask="answer").batch
+    grads = gradients(drafter, frozen, [batch])
+    targets = drafter.targets(batch, frozen)
+    weights = torch.tensor(drafter.step_weights, dtype=torch.double) / targets.denominators
+    rng = torch.Generator().manual_seed(0)
+    for name, p in drafter.named_parameters():
+        direction = torch.randn(p.shape, generator=rng, dtype=torch.double)
+        with torch.no_grad():
+            losses_at = []
+            for eps in (1e-6, -1e-6):
+                p.add_(eps * direction)
+                losses_at.append(drafter(batch, targets, frozen, weights)[0].item())
+                p.sub_(eps * direction)
+        numeric = (losses_at[0] - losses_at[1]) / 2e-6
+        assert numeric == pytest.approx((grads[name] * direction).sum().item(), rel=1e-5, abs=1e-8), name
+
+
+def test_a_pack_without_a_valid_label_weighs_zero(world):
+    drafter = world.drafter(steps=3)
+    grads = gradients(drafter, world.frozen, [world.make([5, 4], mask="none").batch])
+    assert all(not g.any() for g in grads.values())

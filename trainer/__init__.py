@@ -1,0 +1,1 @@
+"""Everything that learns: drafters, losses, the loop, checkpoints, decoding, export."""

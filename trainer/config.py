@@ -1,0 +1,291 @@
+"""A run's configuration: Hydra groups in `conf/`, recipes in `recipes/`, one dataclass next to each class it configures.
+
+Every default lives in its dataclass; the YAML files only choose and override. Composition goes through Hydra, so unknown
+keys and wrong types are refused against the dataclasses; this module turns those refusals into messages for people.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import conf
+import recipes
+from data_pipelines.conversations.config import DataConfig
+from data_pipelines.engines.targets import TargetConfig
+from data_pipelines.errors import UserError
+from data_pipelines.stores.config import StoreConfig
+from data_pipelines.stream.config import SourceConfig
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .checkpoint import CheckpointConfig
+from .decoding.config import EvaluateConfig
+from .drafters import DRAFTERS, DrafterConfig
+from .export.config import ExportConfig
+from .optim import OptimConfig
+from .parallel.config import ParallelConfig
+from .tracking import TrackerConfig
+
+
+@dataclass
+class ClusterConfig:
+    """Where the roles of a run live. Read by the launcher; saved with the run."""
+
+    name: str = "local"
+    producers: int = 2
+    ranks: int = 2
+    threads: int = 1  # compute threads of each producer and rank; 0 leaves torch's own choice
+    host: str = "127.0.0.1"
+    ledger_port: int = 0  # 0: any free port
+    store_port: int = 0
+    metrics_port: int = 0  # of the store's master
+    max_restarts: int = 3  # of each role, before the run is given up
+
+
+@dataclass
+class RunConfig:
+    """One run. `recipe` is the name of the file that it came from; `run_dir` holds everything that it leaves."""
+
+    recipe: str = ""
+    run_dir: str = "outputs/${recipe}"
+    seed: int = 0
+    epochs: int = 1
+    max_steps: int = 0  # 0: all steps of all epochs
+    global_batch: int = 8  # packs in one optimizer step, over all ranks
+    resume: str = "auto"  # auto: from the newest whole checkpoint of run_dir; never; or a checkpoint's path
+    target: TargetConfig = MISSING
+    data: DataConfig = MISSING
+    drafter: Any = MISSING
+    source: SourceConfig = MISSING
+    store: StoreConfig = MISSING
+    parallel: ParallelConfig = MISSING
+    optim: OptimConfig = MISSING
+    tracker: TrackerConfig = MISSING
+    cluster: ClusterConfig = MISSING
+    evaluate: EvaluateConfig = MISSING
+    export: ExportConfig = MISSING
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        choose("resume", self.resume, ("auto", "never"), or_path=True)
+        for key in ("epochs", "global_batch"):
+            if getattr(self, key) < 1:
+                raise UserError(f"{key} is {getattr(self, key)}; it must be at least 1")
+        ranks = self.cluster.ranks if isinstance(self.cluster, ClusterConfig) else 1
+        if self.global_batch % ranks:
+            raise UserError(
+                f"global_batch={self.global_batch} packs cannot be shared out evenly over cluster.ranks={ranks}",
+                fix=f"use a multiple of {ranks}",
+            )
+
+    @property
+    def draft_config(self) -> DrafterConfig:
+        return self.drafter
+
+
+def choose(key: str, value: str, options: tuple[str, ...], *, or_path: bool = False) -> None:
+    """Raises UserError, with the nearest right name, unless `value` is one of `options`."""
+    if value in options or (or_path and "/" in value):
+        return
+    raise UserError(f"{key}={value} is not one of {', '.join(options)}", fix=_nearest(value, options))
+
+
+_SCHEMAS = {
+    "target": TargetConfig,
+    "data": DataConfig,
+    "source": SourceConfig,
+    "store": StoreConfig,
+    "parallel": ParallelConfig,
+    "optim": OptimConfig,
+    "tracker": TrackerConfig,
+    "cluster": ClusterConfig,
+    "evaluate": EvaluateConfig,
+    "export": ExportConfig,
+}
+
+
+def _register_schemas() -> None:
+    store = ConfigStore.instance()
+    store.store(name="run_schema", node=RunConfig)
+    for group, schema in _SCHEMAS.items():
+        store.store(group=group, name="schema", node=schema)
+    for name, drafter in DRAFTERS.items():
+        store.store(group="drafter", name=f"{name}_schema", node=drafter.Config)
+
+
+def recipe_names() -> list[str]:
+    return sorted(p.stem for p in Path(recipes.__path__[0]).glob("*.yaml"))
+
+
+def load_config(recipe: str, overrides: list[str] | None = None, config_dir: str | None = None) -> RunConfig:
+    """Compose and check a run's configuration.
+
+    recipe: a name in `recipes/` (or in config_dir), or a path to a YAML file.
+    Raises UserError on an unknown recipe or key, a wrong type or an impossible value.
+    """
+    overrides = list(overrides or [])
+    for override in overrides:
+        if "=" not in override and not override.startswith("~"):
+            raise UserError(f"'{override}' is not an override", fix="write key=value, such as optim.lr=1e-3")
+    folder, name = _find_recipe(recipe, config_dir)
+    composed = _compose(folder, name, overrides)
+    try:
+        OmegaConf.resolve(composed)
+        _refuse_unknown(composed, RunConfig)
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            raise UserError(f"no value for {', '.join(missing)}", where=f"recipe {name}", fix=f"add {missing[0]}=…")
+        return OmegaConf.to_object(composed)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise UserError(_first_line(error), where=f"recipe {name}") from error
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.structured(config), path)
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration that `save_config` wrote, with `key=value` overrides; refuses what this version does not know."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist", fix="name the folder of a run, the one that holds config.yaml")
+    raw = OmegaConf.load(path)
+    name = OmegaConf.select(raw, "drafter.name")
+    if name not in DRAFTERS:
+        raise UserError(f"unknown drafter {name!r}", where=str(path), fix=_nearest(str(name), DRAFTERS))
+    schemas = {**_SCHEMAS, "drafter": DRAFTERS[name].Config}
+    base = OmegaConf.structured(RunConfig)
+    for group, schema in schemas.items():
+        base[group] = OmegaConf.structured(schema)
+    try:
+        merged = OmegaConf.merge(base, raw, OmegaConf.from_dotlist(list(overrides)))
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise UserError(_first_line(error), where=str(path)) from error
+
+
+def _find_recipe(recipe: str, config_dir: str | None) -> tuple[str, str]:
+    if recipe.endswith((".yaml", ".yml")) or "/" in recipe:
+        path = Path(recipe).resolve()
+        path = path if path.suffix else path.with_suffix(".yaml")
+        if not path.exists():
+            raise UserError(f"recipe file {path} does not exist")
+        return str(path.parent), path.stem
+    folders = [Path(config_dir).resolve()] if config_dir else []
+    folders.append(Path(recipes.__path__[0]))
+    for folder in folders:
+        if (folder / f"{recipe}.yaml").exists():
+            return str(folder), recipe
+    names = recipe_names()
+    raise UserError(
+        f"there is no recipe '{recipe}'",
+        where=", ".join(map(str, folders)),
+        fix=f"{_nearest(recipe, names)} (recipes: {', '.join(names)})",
+    )
+
+
+def _compose(folder: str, name: str, overrides: list[str]) -> DictConfig:
+    _register_schemas()
+    searchpath = f"hydra.searchpath=[file://{conf.__path__[0]},file://{recipes.__path__[0]}]"
+    recipe_override = [] if any(o.startswith("recipe=") for o in overrides) else [f"recipe={name}"]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=folder):
+        try:
+            return compose(config_name=name, overrides=[searchpath, *recipe_override, *overrides])
+        except (ConfigCompositionException, MissingConfigException, OmegaConfBaseException, HydraException) as error:
+            raise UserError(_explain(error, name), where=f"recipe {name}", fix=_suggest(error, name)) from error
+
+
+def _explain(error: Exception, name: str) -> str:
+    texts = [str(error)] + ([str(error.__cause__)] if error.__cause__ else [])
+    text = " ".join(line.strip() for t in texts for line in t.splitlines() if line.strip())
+    for noise in (
+        r"\s*(full_key|reference_type|object_type)[:=] ?\S*",
+        r"To append to your config use \S+",
+        r"Available options in .*",
+        r"See https://hydra\S*.*",
+    ):
+        text = re.sub(noise, "", text)
+    return text.strip() or f"recipe {name} cannot be composed"
+
+
+def _suggest(error: Exception, name: str) -> str | None:
+    """The nearest right name for the key or option that Hydra refused."""
+    text = f"{error} {error.__cause__ or ''}"
+    if match := re.search(r"Could not override '([\w.]+)'", text):
+        return _nearest(match[1], _all_keys())
+    if match := re.search(r"(?:Could not find|Cannot find|load) '(\w+)/(\w+)'", text):
+        group = Path(conf.__path__[0]) / match[1]
+        options = sorted(p.stem for p in group.glob("*.yaml")) if group.is_dir() else []
+        return f"{_nearest(match[2], options) or ''} ({match[1]}: {', '.join(options)})".strip()
+    if match := re.search(r"Could not override '(\w+)'.*No match in the defaults list", text, re.DOTALL):
+        return _nearest(match[1], list(_SCHEMAS))
+    if match := re.search(r"Key '(\w+)' (?:is )?not in", text):
+        return _nearest(match[1], _all_keys())
+    return None
+
+
+def _all_keys() -> list[str]:
+    keys: list[str] = []
+
+    def walk(schema: Any, prefix: str) -> None:
+        for f in fields(schema):
+            keys.append(prefix + f.name)
+            nested = _SCHEMAS.get(f.name) if not prefix else None
+            default = getattr(schema, f.name, None) or (
+                f.default_factory() if callable(getattr(f, "default_factory", None)) else None  # type: ignore[misc]
+            )
+            if nested is None and is_dataclass(default):
+                nested = type(default)
+            if nested:
+                walk(nested, f"{prefix}{f.name}.")
+
+    walk(RunConfig, "")
+    for drafter in DRAFTERS.values():
+        keys.extend(f"drafter.{f.name}" for f in fields(drafter.Config))
+    return keys
+
+
+def _nearest(name: str, options: Any) -> str | None:
+    options = list(options)
+    group, _, key = name.rpartition(".")
+    if group:  # within the group that was named
+        siblings = [o.rpartition(".")[2] for o in options if o.rpartition(".")[0] == group]
+        found = difflib.get_close_matches(key, siblings, n=1)
+        if siblings and not found:
+            return f"{group} has {', '.join(siblings)}"
+        found = [f"{group}.{f}" for f in found]
+    else:
+        found = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+        # or a bare key of some group: `lr` for `optim.lr`
+        found = found or [o for o in options if o.rpartition(".")[2] == name][:1]
+    return f"did you mean {found[0]}?" if found else None
+
+
+def _refuse_unknown(node: DictConfig, schema: Any, prefix: str = "") -> None:
+    """`+key=value` opens a structured node in Hydra; a run takes no key that its dataclass does not have."""
+    known = {f.name for f in fields(schema)}
+    for key in node:
+        if key not in known:
+            options = _all_keys()
+            raise UserError(f"unknown key {prefix}{key}", fix=_nearest(f"{prefix}{key}", options))
+        value = None if OmegaConf.is_missing(node, key) else node._get_node(key)
+        if isinstance(value, DictConfig) and not value._is_none():
+            inner = OmegaConf.get_type(value)
+            if is_dataclass(inner):
+                _refuse_unknown(value, inner, f"{prefix}{key}.")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    key = getattr(error, "full_key", None)
+    return f"{key}: {text}" if key and key not in text else text

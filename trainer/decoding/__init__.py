@@ -1,0 +1,1 @@
+"""Lossless speculative decoding: how a drafter is judged."""

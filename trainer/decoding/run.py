@@ -1,0 +1,81 @@
+"""Judging a run's drafter before and after training, and keeping what was found in `<run_dir>/evaluation`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from data_pipelines.conversations.rendering import stop_ids
+from data_pipelines.conversations.rows import read_rows
+from data_pipelines.engines import Target, resolve_target
+from data_pipelines.errors import UserError
+
+from ..config import RunConfig
+from ..drafters.base import Drafter
+from ..export.speculators import load_export
+from ..setup import prepare_run
+from ..target import FrozenTarget
+from .chain import Decoded, context_limit
+from .config import EvaluateConfig
+from .evaluate import Prompt, Reference, decode_reference, evaluate, render_prompts
+
+
+def evaluate_run(config: RunConfig, run_dir: Path, when: str) -> dict[str, Any]:
+    """Judge the untrained drafter (when="before") or the exported one (when="after") on config.evaluate's prompts.
+
+    Everything is computed in float32, whatever was trained in: bfloat16 flips near ties, and a text would then differ
+    from plain decoding for no fault of the drafter's. Writes `evaluation/<when>.json` and returns it (see
+    `evaluate.evaluate`). Plain decoding is kept in `evaluation/reference.json` for the next time.
+    """
+    if when not in ("before", "after"):
+        raise UserError(f"when={when} is neither before nor after")
+    folder = Path(run_dir) / "evaluation"
+    target = resolve_target(config.target)
+    model, tokenizer = target.load_model(torch.float32), target.load_tokenizer()
+    frozen = FrozenTarget(model)
+    drafter = _drafter(config, Path(run_dir), target, frozen, when).to(next(model.parameters()).device).eval()
+    rows = list(read_rows(config.evaluate.prompts, config.evaluate.max_prompts, config.seed))
+    prompts, _ = render_prompts(rows, tokenizer, context_limit(model))
+    eos_ids = stop_ids(tokenizer, model.generation_config)
+    reference = _kept_reference(folder / "reference.json", model, target, prompts, config.evaluate, eos_ids)
+    result = {"when": when, **evaluate(model, tokenizer, drafter, frozen, rows, config.evaluate, reference)}
+    _write_json(folder / f"{when}.json", result)
+    return result
+
+
+def _drafter(config: RunConfig, run_dir: Path, target: Target, frozen: FrozenTarget, when: str) -> Drafter:
+    if when == "after":
+        return load_export(run_dir / "export", target.config)
+    return prepare_run(config).build_drafter(frozen)
+
+
+def _kept_reference(
+    path: Path, model: nn.Module, target: Target, prompts: list[Prompt], cfg: EvaluateConfig, eos_ids: list[int]
+) -> Reference:
+    """Plain decoding of these prompts, from `path` if that is whole and of the same target, prompts and limits."""
+    tokens = [prompt.tokens for prompt in prompts]
+    what = [target.fingerprint, tokens, cfg.max_new_tokens, cfg.batch_size, eos_ids]
+    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+    try:
+        kept = json.loads(path.read_text())
+        if kept["key"] == key:
+            return Reference(kept["seconds"], [Decoded(**text) for text in kept["texts"]])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # absent, of an earlier version or half a file: it is only made again
+    reference = decode_reference(model, prompts, cfg, eos_ids)
+    _write_json(path, {"key": key, **asdict(reference)})
+    return reference
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(temporary, path)

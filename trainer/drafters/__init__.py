@@ -1,0 +1,20 @@
+"""The drafters, one file each. Adding one is one file, one line here and one file in conf/drafter/."""
+
+from __future__ import annotations
+
+import torch
+
+from .base import Committed, Contract, Drafter, DrafterConfig
+from .eagle3 import Eagle3
+
+DRAFTERS: dict[str, type[Drafter]] = {"eagle3": Eagle3}
+
+__all__ = ["DRAFTERS", "Committed", "Contract", "Drafter", "DrafterConfig", "build_drafter"]
+
+
+def build_drafter(config: DrafterConfig, target_config, kept: torch.Tensor | None) -> Drafter:
+    """A drafter with fresh weights (from torch's global generator) for a target with that text config.
+
+    kept: int64 [D], the target ids of the draft vocabulary, ascending; None for the whole vocabulary.
+    """
+    return DRAFTERS[config.name](config, target_config, kept)

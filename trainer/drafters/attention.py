@@ -1,0 +1,95 @@
+"""What a draft layer's queries may see: in the training roll-out, and in decoding.
+
+The layers themselves are the same in both; they hand (q, k, v) to one of these. q is [..., heads, N, d], k and v are
+[..., kv_heads, N, d]; the softmax is in fp32 at least.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..losses import upcast
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, extra=None) -> torch.Tensor:
+    """Grouped-query attention. visible: bool, broadcastable to [..., 1, 1, N, S].
+
+    extra: a list of (key, value) pairs [..., kv_heads, N, d] of which query i sees only its own row (the diagonals).
+    A query that sees nothing gets zeros.
+    """
+    groups = q.shape[-3] // k.shape[-3]
+    wide = upcast(q).dtype
+    q_ = q.to(wide).unflatten(-3, (k.shape[-3], groups)) * q.shape[-1] ** -0.5
+    scores = q_ @ k.to(wide).unsqueeze(-3).transpose(-1, -2)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    diagonals = [(q_ * key.to(wide).unsqueeze(-3)).sum(-1, keepdim=True) for key, _ in extra or ()]
+    # (A row without any visible key would be NaN: its maximum is -inf. Such rows are padding; they become zero.)
+    weights = torch.cat([scores, *diagonals], -1).softmax(-1).nan_to_num(0.0)
+    out = weights[..., : k.shape[-2]] @ v.to(wide).unsqueeze(-3)
+    for i, (_, value) in enumerate(extra or ()):
+        out = out + weights[..., k.shape[-2] + i, None] * value.to(wide).unsqueeze(-3)
+    return out.flatten(-4, -3).to(q.dtype)
+
+
+class RolloutAttention:
+    """Training-time test over one pack: step 0 is causal inside each document; at step k row t sees the step-0 keys of rows
+    ≤ t of its document and its own keys of steps 1..k. That is what a chain decode sees.
+
+    Rows may be dropped from step to step (`narrow`), never added.
+    """
+
+    def __init__(self, document_ids: torch.Tensor):
+        index = torch.arange(len(document_ids), device=document_ids.device)
+        self._causal = (document_ids[:, None] == document_ids[None]) & (index[:, None] >= index[None])
+        self._rows = index
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+        self._diagonals: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def narrow(self, kept: torch.Tensor) -> None:
+        """Keep the current rows numbered `kept` (indices into the current rows)."""
+        self._rows = self._rows[kept]
+        self._diagonals = [(k[..., kept, :], v[..., kept, :]) for k, v in self._diagonals]
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self._keys is None:
+            self._keys, self._values = k, v
+        else:
+            self._diagonals.append((k, v))
+        return attend(q, self._keys, self._values, self._causal[self._rows], self._diagonals)
+
+
+class CachedAttention:
+    """Decoding, B sequences at once: a growing cache of slots, of which each sequence uses some.
+
+    A query sees every valid slot before its own call and, among the slots of its call, those up to itself.
+    """
+
+    def __init__(self, batch_size: int):
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+        self._valid = torch.zeros(batch_size, 0, dtype=torch.bool)
+        self._committed = 0
+        self._new: torch.Tensor | None = None
+
+    def expect(self, valid: torch.Tensor, *, commit: bool) -> None:
+        """Announce the rows of the next call: valid bool [B, N]. commit: they stay; else `drop_drafts` forgets them."""
+        self._new, self._commit = valid, commit
+
+    def drop_drafts(self) -> None:
+        if self._keys is not None:
+            self._keys, self._values = (x[..., : self._committed, :] for x in (self._keys, self._values))
+        self._valid = self._valid[:, : self._committed]
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        assert self._new is not None, "expect() announces each call"
+        before, n = self._valid.shape[1], k.shape[-2]
+        self._valid = torch.cat([self._valid.to(k.device), self._new], 1)
+        self._keys = k if self._keys is None else torch.cat([self._keys, k], -2)
+        self._values = v if self._values is None else torch.cat([self._values, v], -2)
+        if self._commit:
+            self._committed = before + n
+        index = torch.arange(before + n, device=k.device)
+        causal = index[None] <= before + torch.arange(n, device=k.device)[:, None]
+        visible = (causal[None] & self._valid[:, None])[:, None, None]
+        return attend(q, self._keys, self._values, visible)

@@ -1,0 +1,1 @@
+"""checkpoint → the standard speculator format, and back."""

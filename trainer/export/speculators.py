@@ -1,0 +1,144 @@
+"""A drafter ↔ the standard speculator format: a folder with config.json and model.safetensors that engines load.
+
+The keys that every drafter has are written here; a drafter adds its own keys and its map of tensors (`export_config`,
+`export_tensors`) and reads its keys back (`config_from_export`). The format is that of speculators 0.9; vLLM reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from data_pipelines.engines import Target
+from data_pipelines.errors import UserError
+
+from ..drafters import DRAFTERS, Drafter, build_drafter
+from ..target import FrozenTarget
+from .config import ExportConfig
+
+FORMAT_VERSION = "0.9.0"  # of speculators, whose keys these are
+NOT_THE_DRAFTERS = ("embed_tokens.weight",)  # exported for engines; here it is the target's own
+
+
+def export_drafter(
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    target: Target,
+    cfg: ExportConfig,
+    out: Path,
+    speculative_tokens: int,
+) -> Path:
+    """Write `out`/config.json and `out`/model.safetensors. The folder appears whole, in place of an earlier export.
+
+    drafter: with its whole (unsharded) weights. speculative_tokens: how many an engine drafts a round by default.
+    Returns `out`. Raises UserError on weights that are not finite, or a disk that takes no more.
+    """
+    config = {
+        **drafter.export_config(frozen),
+        "speculators_version": FORMAT_VERSION,
+        "speculators_config": {
+            "algorithm": drafter.config.name,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": speculative_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": cfg.verifier or target.name, "architectures": target.architectures},
+        },
+        "dtype": cfg.dtype,
+        "tie_word_embeddings": False,
+        "transformers_version": transformers.__version__,
+    }
+    tensors = {name: _stored(name, t, cfg.dtype) for name, t in drafter.export_tensors(frozen).items()}
+    out = Path(out)
+    try:
+        _write(out, config, tensors)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"cannot write the export: {error}", where=str(out), fix="free some space, export again"
+        ) from error
+    return out
+
+
+def load_export(path: Path, target_config) -> Drafter:
+    """The drafter that an export holds, in fp32, in eval mode: configured by the keys, and with the tensors, that
+    engines read. (The head is therefore always the exported one, also if it was never trained.)
+
+    target_config: the text config of the target that it drafts for.
+    Raises UserError if the folder is not a whole export, or not of this target's shape.
+    """
+    path = Path(path)
+    try:
+        config = json.loads((path / "config.json").read_text())
+        tensors = load_file(path / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"not an exported drafter: {error}", where=str(path), fix="export it again") from error
+    name = config.get("speculators_model_type")
+    if name not in DRAFTERS:
+        raise UserError(f"speculators_model_type is {name!r}, not one of {', '.join(DRAFTERS)}", where=str(path))
+    d2t = tensors.get("d2t")
+    kept = None if d2t is None else d2t + torch.arange(len(d2t))
+    drafter = build_drafter(DRAFTERS[name].config_from_export(config), target_config, kept)
+    weights = {
+        key: tensor.float() if tensor.is_floating_point() else tensor
+        for key, tensor in tensors.items()
+        if key not in NOT_THE_DRAFTERS
+    }
+    try:
+        drafter.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"the export does not fit this target: {error}", where=str(path)) from error
+    return drafter.eval()
+
+
+def _stored(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A copy of its own (tied weights may not share memory in the file), on the CPU, floats in the stored dtype."""
+    tensor = tensor.detach().cpu()
+    if tensor.is_floating_point():
+        tensor = tensor.to(getattr(torch, dtype))
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{name} holds values that are not finite in {dtype}: this drafter must not leave")
+    return tensor.contiguous().clone()
+
+
+def _write(out: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        temporary.chmod(0o755)
+        (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        for file in (*temporary.iterdir(), temporary):
+            _sync(file)
+        if out.exists():
+            earlier = temporary.with_name(f"{temporary.name}.earlier")
+            out.rename(earlier)
+            temporary.rename(out)
+            shutil.rmtree(earlier)
+        else:
+            temporary.rename(out)
+        _sync(out.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

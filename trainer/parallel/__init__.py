@@ -1,0 +1,61 @@
+"""One place that spreads a drafter over the ranks. Model files know nothing of it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from data_pipelines.engines import resolve_dtype
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from ..drafters import Drafter
+from .config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum over the ranks, in place."""
+        dist.all_reduce(values)
+        return values
+
+
+@contextmanager
+def process_group():
+    """torchrun's process group, or a group of one when started by plain python."""
+    cuda = torch.cuda.is_available()
+    if "RANK" not in os.environ:
+        store = dist.HashStore()
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
+    else:
+        dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()
+
+
+def parallelize(drafter: Drafter, config: ParallelConfig, world: World) -> Drafter:
+    """FSDP2: fp32 masters and reduction, compute in compute_dtype.
+
+    Each of the drafter's `shard_units` is gathered by itself, the rest together. A layer that runs K times a step
+    (training-time test) is not a unit: it would be gathered K times.
+    """
+    drafter.to(world.device)
+    dtype = resolve_dtype(config.compute_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for unit in drafter.shard_units():
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    return fully_shard(drafter, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,48 @@
+"""What the trainer says of a finished run: `training.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from .drafters import Drafter
+from .parallel import World
+from .setup import RunSetup
+from .tracking import read_metrics
+
+
+def weights_sha256(state: dict[str, torch.Tensor]) -> str:
+    """Over names, shapes and bytes of all tensors: equal iff the weights are bit-identical."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def write_result(setup: RunSetup, drafter: Drafter, world: World) -> None:
+    """All ranks call it (the weights are gathered); rank 0 writes. Sums come from metrics.jsonl, hence over resumptions."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(drafter, options=options)
+    if world.rank != 0:
+        return
+    rows = read_metrics(setup.run_dir)
+    seconds, tokens = sum(r["seconds"] for r in rows), sum(r["tokens"] for r in rows)
+    result = {
+        "world_size": world.size,
+        "steps": setup.total_steps,
+        "packs": setup.total_steps * setup.config.global_batch,
+        "tokens": tokens,
+        "supervised_tokens": sum(r["supervised_tokens"] for r in rows),
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "wait_fraction": sum(r["wait_seconds"] for r in rows) / seconds,
+        "loss": {"first": rows[0]["loss"], "last": rows[-1]["loss"]},
+        "weights_sha256": weights_sha256(state),
+        "parameters": sum(p.numel() for name, p in state.items() if p.is_floating_point()),
+    }
+    (setup.run_dir / "training.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -1,0 +1,105 @@
+"""From a config to everything that a run is made of before its first step: target, documents, vocabulary, plan, contract.
+
+Every process that needs these makes them itself, from the config alone: the ranks, the launcher, the judge. What takes
+long is kept in the user's cache, keyed by content.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from data_pipelines.conversations.dataset import training_data
+from data_pipelines.conversations.prepare import Prepared
+from data_pipelines.conversations.vocabulary import draft_vocabulary
+from data_pipelines.engines import Target, resolve_dtype, resolve_target
+from data_pipelines.errors import UserError
+from data_pipelines.features import FeatureSpec
+from data_pipelines.packing import Plan
+
+from .config import RunConfig
+from .drafters import DRAFTERS, Drafter, build_drafter
+from .target import FrozenTarget
+
+# What may differ between a run and its resumption: none of it decides which weights come out.
+_FREE = {"run_dir", "recipe", "resume"}
+_FREE_GROUPS = {"source", "store", "tracker", "cluster", "checkpoint", "evaluate", "export"}
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """kept: int64 [D], the target ids of the draft vocabulary, ascending; None for the whole vocabulary. spec: what the
+    features are of. total_steps: optimizer steps of the run."""
+
+    config: RunConfig
+    run_dir: Path
+    target: Target
+    prepared: Prepared
+    kept: torch.Tensor | None
+    spec: FeatureSpec
+    plan: Plan
+
+    @cached_property
+    def total_steps(self) -> int:
+        steps = len(self.plan) // self.config.global_batch
+        return min(steps, self.config.max_steps) if self.config.max_steps else steps
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What decides the weights: a checkpoint of another identity is not resumed."""
+        flat: dict[str, Any] = {"plan": self.plan.fingerprint, "target": self.target.fingerprint}
+        for key, value in asdict(self.config).items():
+            if key in _FREE or key in _FREE_GROUPS:
+                continue
+            if isinstance(value, dict):
+                flat.update({f"{key}.{name}": v for name, v in value.items()})
+            else:
+                flat[key] = value
+        return json.loads(json.dumps(flat))
+
+    def build_drafter(self, frozen: FrozenTarget) -> Drafter:
+        """The untrained drafter of this run: a function of the config and its seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.config.seed)
+            drafter = build_drafter(self.config.drafter, self.target.config, self.kept)
+        drafter.start_head(frozen)
+        return drafter
+
+
+def prepare_run(config: RunConfig) -> RunSetup:
+    """Raises UserError on data that cannot be trained on, a vocabulary that does not fit, fewer packs than one step takes."""
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    target = resolve_target(config.target)
+    tokenizer = target.load_tokenizer()
+    if len(tokenizer) > target.config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens and the target's embedding {target.config.vocab_size} rows",
+            where=target.path,
+            fix="use the tokenizer that belongs to this target",
+        )
+    prepared = training_data(config.data, target, tokenizer, run_dir, config.seed)
+    size = getattr(config.drafter, "draft_vocab_size", 0)
+    if size > target.config.vocab_size:
+        raise UserError(
+            f"drafter.draft_vocab_size={size} is larger than the target's vocabulary, {target.config.vocab_size}",
+            fix="use a smaller one, or 0 for the whole vocabulary",
+        )
+    kept = None
+    if 0 < size < target.config.vocab_size:
+        kept = draft_vocabulary(prepared.documents, size, target.config.vocab_size)
+    contract = DRAFTERS[config.drafter.name].contract(config.drafter, target.config.num_hidden_layers)
+    dtype = str(resolve_dtype(config.target.dtype)).removeprefix("torch.")
+    spec = FeatureSpec(target.fingerprint, contract.taps, target.config.hidden_size, dtype)
+    plan = Plan(prepared.documents, pack_tokens=config.data.pack_tokens, seed=config.seed, epochs=config.epochs)
+    if len(plan) < config.global_batch:
+        raise UserError(
+            f"the data make {len(plan)} packs in all, fewer than one optimizer step takes (global_batch="
+            f"{config.global_batch})",
+            fix="lower global_batch or data.pack_tokens, raise epochs, or give more data",
+        )
+    return RunSetup(config, run_dir, target, prepared, kept, spec, plan)

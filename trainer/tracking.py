@@ -1,0 +1,73 @@
+"""Where the numbers of a run go: always metrics.jsonl; wandb by option."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data_pipelines.errors import UserError
+
+
+@dataclass
+class TrackerConfig:
+    """name: none or wandb. mode: wandb's online or offline; offline needs neither account nor network."""
+
+    name: str = "none"
+    project: str = "draftsmith"
+    mode: str = "offline"
+
+    def __post_init__(self) -> None:
+        if self.name not in ("none", "wandb"):
+            raise UserError(f"tracker.name={self.name} is not one of none, wandb")
+        if self.mode not in ("online", "offline"):
+            raise UserError(f"tracker.mode={self.mode} is not one of online, offline")
+
+
+class Tracker:
+    """Appends one JSON object a step to `metrics.jsonl` and, if asked to, mirrors it to wandb.
+
+    The file is the record: it is flushed at every line, so that a killed run keeps what it logged. A resumed run drops
+    the lines past its checkpoint, so that each step stands there once.
+    """
+
+    def __init__(self, config: TrackerConfig, run_dir: Path, run_config: Any, *, start_step: int):
+        self._path = run_dir / "metrics.jsonl"
+        kept = [row for row in read_metrics(run_dir) if row["step"] < start_step]
+        self._file = self._path.open("w")
+        for row in kept:
+            self._write(row)
+        self._wandb = None
+        if config.name == "wandb":
+            import wandb
+
+            self._wandb = wandb.init(
+                project=config.project, name=run_dir.name, dir=str(run_dir), mode=config.mode, config=asdict(run_config)
+            )
+
+    def log(self, row: dict[str, Any]) -> None:
+        self._write(row)
+        if self._wandb is not None:
+            self._wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The logged steps of a run; a half-written last line (a kill) is left out."""
+    path = run_dir / "metrics.jsonl"
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows

@@ -1,0 +1,119 @@
+"""One rank of the trainer.
+
+    torchrun --nproc-per-node 2 -m trainer.train --config-name <recipe> key=value …
+
+or, as the launcher starts it, with `--config <run_dir>/config.yaml`. Exit status: 0 done, 2 something for a person to put
+right, 75 asked to stop (SIGTERM, SIGUSR1) and checkpointed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from data_pipelines.engines import build_engine, resolve_dtype
+from data_pipelines.errors import UserError
+from data_pipelines.stream.consumer import Prefetcher
+from data_pipelines.stream.sources import build_source
+
+from .checkpoint import Checkpointer, choose_checkpoint, load_checkpoint
+from .config import RunConfig, load_config, read_config, save_config
+from .loop import PREEMPTED, Trainer
+from .optim import build_optimizer
+from .parallel import World, parallelize, process_group
+from .result import write_result
+from .setup import prepare_run
+from .target import FrozenTarget
+from .tracking import Tracker
+
+log = logging.getLogger("trainer")
+
+
+def train(config: RunConfig, world: World) -> bool:
+    """Returns False when the run was asked to stop before its end."""
+    if config.cluster.threads:
+        torch.set_num_threads(config.cluster.threads)
+    setup = prepare_run(config)
+    first = world.rank == 0
+    frozen = FrozenTarget.load(setup.target, resolve_dtype(config.parallel.compute_dtype), world.device)
+    drafter = parallelize(setup.build_drafter(frozen), config.parallel, world)
+    optimizer = build_optimizer(config.optim, drafter.parameters())
+    checkpoints = setup.run_dir / "checkpoints"
+    resume_from = choose_checkpoint(checkpoints, config.resume, setup.identity)
+    start = load_checkpoint(resume_from, drafter, optimizer) if resume_from else 0
+    if first:
+        log.info("steps %d…%d of %d packs each", start, setup.total_steps, config.global_batch)
+    source = build_source(
+        config.source,
+        config.store,
+        setup.spec,
+        setup.run_dir,
+        rank=world.rank,
+        engine=lambda: build_engine(setup.target, setup.spec),
+    )
+    stop = setup.total_steps * config.global_batch
+    indices = setup.plan.share(world.rank, world.size, start * config.global_batch, stop)
+    packs = Prefetcher(source, ((i, setup.plan[i]) for i in indices), config.source.prefetch)
+    tracker = Tracker(config.tracker, setup.run_dir, config, start_step=start) if first else None
+    checkpointer = Checkpointer(checkpoints, config.checkpoint, setup.identity)
+    trainer = Trainer(setup, world, drafter, optimizer, frozen, checkpointer, tracker)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: setattr(trainer, "stop_requested", True))
+    try:
+        done = trainer.run(packs, start)
+        checkpointer.close()
+    finally:
+        packs.close()
+        source.close()
+        if tracker:
+            tracker.close()
+    if done:
+        write_result(setup, drafter, world)
+    return done
+
+
+def main(argv: list[str] | None = None) -> int:
+    end_with_parent()
+    config = _parse(sys.argv[1:] if argv is None else argv)
+    rank = int(os.environ.get("RANK", 0))
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(message)s", datefmt="%H:%M:%S")
+    if rank == 0:
+        save_config(config, Path(config.run_dir) / "config.yaml")
+    with process_group() as world:
+        if config.global_batch % world.size:
+            raise UserError(f"global_batch={config.global_batch} cannot be shared out evenly over {world.size} ranks")
+        return 0 if train(config, world) else PREEMPTED
+
+
+def _parse(argv: list[str]) -> RunConfig:
+    parser = argparse.ArgumentParser(prog="trainer.train", description="one rank of the trainer")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--config-name", metavar="RECIPE", help="a recipe's name or file")
+    which.add_argument("--config", metavar="FILE", type=Path, help="a resolved config.yaml")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder of recipes of your own")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    options = parser.parse_args(argv)
+    if options.config:
+        return read_config(options.config)
+    return load_config(options.config_name, options.overrides, options.config_dir)
+
+
+def end_with_parent() -> None:
+    """Ranks must not outlive their torchrun, even when that is killed outright (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
