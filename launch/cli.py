@@ -30,8 +30,9 @@ class Command:
     run: str
 
 
-def _recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a name (`draftsmith recipes` lists them) or a YAML file")
+def _recipe(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    number = {"nargs": "?"} if optional else {}
+    parser.add_argument("recipe", help="a name (`draftsmith recipes` lists them) or a YAML file", **number)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a value, such as optim.lr=1e-3")
 
 
@@ -73,7 +74,8 @@ def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _capture_arguments(parser: argparse.ArgumentParser) -> None:
-    _recipe(parser)
+    _recipe(parser, optional=True)
+    parser.add_argument("--config", metavar="FILE", help="instead of a recipe: config.yaml of a run")
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="compute the I-th of N shares of the packs")
 
 

@@ -88,13 +88,18 @@ def produce(arguments: argparse.Namespace) -> None:
 def capture(arguments: argparse.Namespace) -> None:
     from data_pipelines.engines import build_engine
     from data_pipelines.stream.cache import capture as fill
-    from trainer.config import load_config
+    from trainer.config import load_config, read_config
     from trainer.setup import prepare_run
 
+    if bool(arguments.recipe) == bool(arguments.config):
+        raise UserError("capture takes a recipe or --config", fix="draftsmith capture --help")
     shard, _, shards = arguments.shard.partition("/")
     if not (shard.isdigit() and shards.isdigit() and int(shard) < int(shards)):
         raise UserError(f"--shard {arguments.shard} is not I/N with I < N", fix="0/1 is all of them")
-    config = load_config(arguments.recipe, arguments.overrides)
+    if arguments.config:
+        config = read_config(Path(arguments.config), arguments.overrides)
+    else:
+        config = load_config(arguments.recipe, arguments.overrides)
     setup = prepare_run(config)
     folder = Path(config.source.cache_dir or setup.run_dir / "features")
     packs = setup.plan.packs

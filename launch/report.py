@@ -43,8 +43,9 @@ def write_report(summary: dict[str, Any], config: RunConfig, data: dict[str, Any
 
 def table(summary: dict[str, Any]) -> Table:
     """The small table at the end of a run."""
+    title = f"{_title(summary)}: {_lead(summary)}"
     rows = Table(
-        title=f"{_title(summary)}: {_lead(summary)}",
+        title=title,
         title_justify="left",
         title_style="bold",
         show_header=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ class Batch:
     """One pack on the device. T tokens, A taps, width H.
 
     input_ids, document_ids, positions: int64 [T]. supervised: bool [T]. taps [T, A, H] and final [T, H]: compute dtype.
+    address: (seed, index in the plan), what this pack's random draws are seeded with.
     """
 
     input_ids: torch.Tensor
@@ -22,9 +24,17 @@ class Batch:
     supervised: torch.Tensor
     taps: torch.Tensor
     final: torch.Tensor
+    address: tuple[int, ...] = ()
+
+    def generator(self) -> torch.Generator:
+        """Randomness by address, not by consumption: a resumed or re-sharded run draws the same."""
+        seed = int.from_bytes(hashlib.sha256(repr(self.address).encode()).digest()[:7], "little")
+        return torch.Generator().manual_seed(seed)
 
     @classmethod
-    def of(cls, pack: Pack, features: Features, *, dtype: torch.dtype, device: torch.device | str) -> Batch:
+    def of(
+        cls, pack: Pack, features: Features, *, dtype: torch.dtype, device: torch.device | str, address: tuple[int, ...]
+    ) -> Batch:
         def ids(array) -> torch.Tensor:
             return torch.from_numpy(array).long().to(device)
 
@@ -35,6 +45,7 @@ class Batch:
             supervised=torch.from_numpy(pack.loss_mask).to(device),
             taps=features.taps.to(device, dtype),
             final=features.final.to(device, dtype),
+            address=address,
         )
 
 

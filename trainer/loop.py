@@ -76,7 +76,10 @@ class Trainer:
         batches, taken = [], []
         for _ in range(self.packs_per_rank):
             index, pack, features = next(packs)
-            batches.append(Batch.of(pack, features, dtype=self.frozen.dtype, device=self.world.device))
+            address = (self.setup.config.seed, index)
+            batches.append(
+                Batch.of(pack, features, dtype=self.frozen.dtype, device=self.world.device, address=address)
+            )
             taken.append(index)
         return batches, taken
 

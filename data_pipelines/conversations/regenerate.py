@@ -105,7 +105,7 @@ def regenerate(
     todo = sorted((i for i in prompts if i not in done), key=order.__getitem__)
     with (
         partial.open("a", encoding="utf-8") as file,
-        tqdm(total=len(prompts), initial=len(done), desc="answers", unit="row", disable=None) as bar,
+        tqdm(total=len(prompts), initial=len(done), desc="answers", unit="row", leave=False, disable=None) as bar,
     ):
         for first in range(0, len(todo), batch_size):
             batch = todo[first : first + batch_size]

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.cli import main
 from trainer.checkpoint import RUN_FILE, whole_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -160,6 +161,16 @@ def test_interrupted_at_any_time_it_ends_whole_and_goes_on_to_the_same_weights(
     assert read_summary(run_dir)["weights_sha256"] == read_summary(finished[0])["weights_sha256"]
 
 
+@pytest.mark.parametrize("source", ["colocated", "offline"])
+def test_every_source_gives_the_same_weights(
+    finished: tuple[Path, subprocess.CompletedProcess], tmp_path: Path, source: str
+) -> None:
+    done = run(tmp_path / source, f"source={source}", "evaluate=none")
+    assert done.returncode == 0, done.stderr
+    assert read_summary(tmp_path / source)["weights_sha256"] == read_summary(finished[0])["weights_sha256"]
+    assert read_summary(tmp_path / source)["acceptance"] == {"before": {}, "after": {}}
+
+
 def test_children_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
     with started(run_dir) as (launcher, _):
@@ -172,14 +183,13 @@ def test_children_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         assert gone(family, seconds=45) == []
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     run_dir = tmp_path / "shared"
     with started(run_dir) as (launcher, said):
         wait_for(lambda: "target" in said(), launcher)
-        other = run(run_dir)
-        assert other.returncode == 2
-        assert "another draftsmith runs in this folder" in other.stderr
-        launcher.send_signal(signal.SIGTERM)
+        assert main(command(run_dir)[3:]) == 2
+        assert "another draftsmith runs in this folder" in capfd.readouterr().err
+        launcher.send_signal(signal.SIGTERM)  # to be started again: not the status of a failure
         assert launcher.wait(timeout=60) == 75
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,7 +62,7 @@ def world(target_config, frozen):
         final = torch.randn(len(pack), size, generator=generator, dtype=torch.double)
         features = Features(taps, final)
         return SimpleNamespace(
-            pack=pack, features=features, batch=Batch.of(pack, features, dtype=torch.double, device="cpu")
+            pack=pack, features=features, batch=Batch.of(pack, features, dtype=torch.double, device="cpu", address=(seed,))
         )
 
     def drafter(kept=None, **options):
@@ -78,4 +79,5 @@ def world(target_config, frozen):
 
 def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
     """The rows [start, stop) of a batch, as a batch of their own."""
-    return Batch(*(getattr(batch, name)[start:stop] for name in Batch.__dataclass_fields__))
+    tensors = [name for name in Batch.__dataclass_fields__ if name != "address"]
+    return replace(batch, **{name: getattr(batch, name)[start:stop] for name in tensors})

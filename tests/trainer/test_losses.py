@@ -6,21 +6,42 @@ import pytest
 import torch
 from tests.trainer.conftest import slice_batch
 from trainer import losses
-from trainer.losses import soft_cross_entropy, summarise_teacher
+from trainer.losses import LOSSES, Mixture, Pair, streamed_loss, summarise_teacher
 
 
-def written_out(hidden, head, frozen, final, teacher_rows, weights, kept):
-    p_all = (frozen.normed(final) @ frozen.head_weight.T)[teacher_rows]
-    p = p_all if kept is None else p_all[:, kept]
-    log_q = (hidden @ head.T).log_softmax(-1)
-    cross_entropy = -(p.softmax(-1) * log_q).sum(-1)
-    full = p_all.softmax(-1) if kept is None else p_all.softmax(-1)[:, kept]
-    return (weights * cross_entropy).sum(), cross_entropy, torch.minimum(full, log_q.exp()).sum(-1)
+def written_out(name, hidden, head, frozen, final, teacher_rows, labels, kept):
+    """Every loss from its definition, over whole [N, V] tensors: the definitions of drafters.md §7, term by term."""
+    all_logits = (frozen.normed(final) @ frozen.head_weight.T)[teacher_rows]
+    full = all_logits.softmax(-1) if kept is None else all_logits.softmax(-1)[:, kept]
+    p = full / full.sum(-1, keepdim=True)
+    q = (hidden @ head.T).softmax(-1)
+    overlap = torch.minimum(full, q).sum(-1)
+    kl = (p * (p / q).log()).sum(-1)
+    m = (p + q) / 2
+    named = {
+        "ce": torch.stack([-q[n, x].log() if x >= 0 else 0 * q[n, 0] for n, x in enumerate(labels.tolist())]),
+        "soft_ce": -(p * q.log()).sum(-1),
+        "kl": kl,
+        "reverse_kl": (q * (q / p).log()).sum(-1),
+        "jsd": 0.5 * (p * (p / m).log()).sum(-1) + 0.5 * (q * (q / m).log()).sum(-1),
+        "tv": 1 - overlap,
+        "l1": 2 - 2 * overlap,
+        "nla": -overlap.log(),
+        "lk_hybrid": (lam := torch.exp(-3 * overlap).detach()) * kl + (1 - lam) * (1 - overlap),
+    }
+    return named[name], overlap
+
+
+def test_l1_is_twice_the_total_variation_over_the_whole_vocabulary():
+    p, q = torch.rand(2, 5, 7, dtype=torch.double).softmax(-1)
+    pair = Pair(p, p, q.log(), torch.zeros(5, dtype=torch.long))
+    torch.testing.assert_close(LOSSES["l1"](pair), (p - q).abs().sum(-1))
 
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("chunk_elements", [1, 300, 1 << 20])
-def test_streamed_loss_and_gradients_equal_the_materialised_ones(frozen, monkeypatch, reduced, chunk_elements):
+@pytest.mark.parametrize("name", LOSSES)
+def test_streamed_loss_and_gradients_equal_the_materialised_ones(frozen, monkeypatch, name, reduced, chunk_elements):
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
     kept = torch.arange(1, 61, 3) if reduced else None
@@ -33,20 +54,25 @@ def test_streamed_loss_and_gradients_equal_the_materialised_ones(frozen, monkeyp
     needed = torch.zeros(17, dtype=torch.bool)
     needed[rows] = True
     teacher = summarise_teacher(frozen, final, needed)
-    loss, judged = soft_cross_entropy(
+    labels = torch.randint(-1, len(head), (40,))
+    loss, judged = streamed_loss(
+        Mixture.parse(f"0.5*{name} + soft_ce"),
         hidden,
         head,
         teacher=teacher,
         teacher_head=frozen.draft_head(kept),
         teacher_rows=rows,
+        labels=labels,
         weights=weights,
         cap=frozen.cap,
     )
     streamed = torch.autograd.grad(3 * loss, (hidden, head))
-    expected, cross_entropy, acceptance = written_out(hidden, head, frozen, final, rows, weights, kept)
+    values, acceptance = written_out(name, hidden, head, frozen, final, rows, labels, kept)
+    values = 0.5 * values + written_out("soft_ce", hidden, head, frozen, final, rows, labels, kept)[0]
+    expected = (weights * values).sum()
     materialised = torch.autograd.grad(3 * expected, (hidden, head))
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(judged.cross_entropy, cross_entropy)
+    torch.testing.assert_close(judged.loss, values)
     torch.testing.assert_close(judged.expected_acceptance, acceptance)
     assert torch.equal(judged.argmax, (hidden @ head.T).argmax(-1))
     torch.testing.assert_close(streamed, materialised)
@@ -61,12 +87,14 @@ def test_soft_cap_is_differentiated(frozen, monkeypatch):
     teacher = summarise_teacher(frozen, torch.randn(5, 24, dtype=torch.double), torch.ones(5, dtype=torch.bool))
 
     def loss_of(h):
-        return soft_cross_entropy(
+        return streamed_loss(
+            Mixture.parse("soft_ce"),
             h,
             head,
             teacher=teacher,
             teacher_head=frozen.head_weight,
             teacher_rows=torch.arange(5),
+            labels=torch.zeros(5, dtype=torch.long),
             weights=torch.ones(5, dtype=torch.double),
             cap=frozen.cap,
         )[0]

@@ -139,7 +139,7 @@ def _decode_all(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
     texts: list[Decoded] = [Decoded()] * len(prompts)
     start = time.perf_counter()
-    with tqdm(total=len(prompts), desc=name, unit="prompt", dynamic_ncols=True) as bar:
+    with tqdm(total=len(prompts), desc=name, unit="prompt", dynamic_ncols=True, leave=False, disable=None) as bar:
         for first in range(0, len(order), batch_size):
             batch = order[first : first + batch_size]
             for i, text in zip(batch, decode([list(prompts[i].tokens) for i in batch])):

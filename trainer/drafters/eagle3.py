@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from data_pipelines.errors import UserError
 
 from ..batch import Batch, round_counts
-from ..losses import soft_cross_entropy, summarise_teacher
+from ..losses import Mixture, streamed_loss, summarise_teacher
 from ..target import FrozenTarget
 from .attention import CachedAttention, RolloutAttention
 from .base import Committed, Contract, Drafter, DrafterConfig, Targets, check_taps
@@ -28,7 +28,8 @@ from .layers import DraftLayer, FusionLayer, Rotary
 @dataclass
 class Eagle3Config(DrafterConfig):
     """taps: the target layers that feed the drafter; empty: [2, L//2, L-3]. steps: K of the training-time test.
-    step_weight: a draft of step k weighs step_weight**k. draft_vocab_size: D, the most frequent labels; 0: all of V.
+    step_weight: a draft of step k weighs step_weight**k. loss: any mixture of the named losses,
+    such as `0.1*ce + 0.9*l1`. draft_vocab_size: D, the most frequent labels; 0: all of V.
 
     norm_before_fc (one norm over the concatenated taps) and fc_norm (one per tap) exclude each other. norm_output feeds
     the normed output back; with fc_norm that is EAGLE-3.1. train_head: else the head stays the target's rows.
@@ -40,6 +41,7 @@ class Eagle3Config(DrafterConfig):
     num_layers: int = 1
     steps: int = 7
     step_weight: float = 0.8
+    loss: str = "soft_ce"
     draft_vocab_size: int = 0
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -51,6 +53,7 @@ class Eagle3Config(DrafterConfig):
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.fc_norm:
             raise UserError("drafter.norm_before_fc and drafter.fc_norm exclude each other", fix="choose one")
+        Mixture.parse(self.loss)
         for key in ("steps", "num_layers"):
             if getattr(self, key) < 1:
                 raise UserError(f"drafter.{key}={getattr(self, key)}; it must be at least 1")
@@ -177,12 +180,15 @@ class Eagle3(Drafter):
         row = torch.cat(rows)
         teacher_rows = row + 1 + step
         trained = targets.trained[step, row]
-        loss, judged = soft_cross_entropy(
+        labels = batch.input_ids[teacher_rows + 1]
+        loss, judged = streamed_loss(
+            Mixture.parse(self.config.loss),
             torch.cat(outputs),
             self.head(frozen),
             teacher=targets.teacher,
             teacher_head=frozen.draft_head(self.kept),
             teacher_rows=teacher_rows,
+            labels=labels if self.kept is None else draft_ids(self.t2d, labels),
             weights=weights[step] * trained,
             cap=frozen.cap,
         )
@@ -201,7 +207,7 @@ class Eagle3(Drafter):
             return torch.zeros(self.depth, dtype=torch.double, device=row.device).index_add_(0, step, values.double())
 
         sums = {
-            "loss": per_step(judged.cross_entropy * trained),
+            "loss": per_step(judged.loss * trained),
             "counted": targets.counts.sum(1).double(),
             "trained": targets.trained.sum(1).double(),
             "reached": reached.sum(1).double(),
@@ -284,6 +290,11 @@ class Eagle3(Drafter):
             "embed_tokens.weight": frozen.embedding_weight,
             "lm_head.weight": self.head(frozen),
         }
+
+
+def draft_ids(t2d: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Ids of the target's vocabulary → ids of the draft vocabulary, -1 for those outside. t2d: bool [V]."""
+    return torch.where(t2d[tokens], (t2d.cumsum(0) - 1)[tokens], -1)
 
 
 def draft_layer_config(target_config, num_layers: int) -> LlamaConfig:
