@@ -70,7 +70,8 @@ def _produce_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", help="the folder of a run, the one that holds ledger.json")
+    parser.add_argument("recipe", help="a recipe, to begin a run whose roles are started by hand; or a run's folder")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.ledger_port=8700")
 
 
 def _capture_arguments(parser: argparse.ArgumentParser) -> None:

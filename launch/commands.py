@@ -66,7 +66,13 @@ def ledger(arguments: argparse.Namespace) -> None:
     from data_pipelines.stream.messages import read_token
     from data_pipelines.stream.server import serve
 
-    path = Path(arguments.run_dir) / "ledger.json"
+    path = Path(arguments.recipe) / "ledger.json"
+    if not path.exists():
+        from trainer.config import load_config
+
+        from .training import begin_by_hand
+
+        path = begin_by_hand(load_config(arguments.recipe, arguments.overrides))
     try:
         settings = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -38,6 +38,11 @@ def check(config: RunConfig, run_dir: Path) -> dict[str, int]:
             "store=memory lives in one process, and the stream has several",
             fix="use store=mooncake or store=filesystem, or source=colocated",
         )
+    if config.store.master:
+        raise UserError(
+            f"store.master={config.store.master}: `draftsmith run` starts a store of its own",
+            fix="leave it out; to start the roles by hand: draftsmith ledger <recipe> …",
+        )
     if not needs_stream(config):
         return {}
     cluster = config.cluster

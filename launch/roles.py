@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer.config import RunConfig
 
-from .preflight import needs_master, needs_stream
+from .preflight import needs_stream
 from .processes import Role
 
 
@@ -22,7 +22,7 @@ def connect(config: RunConfig, run_dir: Path, ports: dict[str, int]) -> RunConfi
     token_file = str((run_dir / "ledger.token").resolve())
     source = replace(config.source, ledger=f"http://{host}:{ports['ledger']}", token_file=token_file)
     store = config.store
-    if needs_master(config):
+    if "store" in ports:
         store = replace(store, master=f"{host}:{ports['store']}")
     elif store.name == "filesystem" and not store.path:
         store = replace(store, path=str((run_dir / "store").resolve()))

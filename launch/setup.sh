@@ -8,6 +8,7 @@
 # A stamp holds the hash of everything that decides what is installed, so that a second call costs nothing. A set-up that
 # was killed midway leaves `.venv/installing` behind, and the next call starts over: half-written packages are not repaired.
 set -euo pipefail
+export DEBIAN_FRONTEND=noninteractive
 cd "$(dirname "$0")/.."
 
 STAGE=${1:-run}
@@ -37,16 +38,16 @@ up_to_date() { [ ! -e $VENV/installing ] && [ "$(cat "$VENV/stamp-$1" 2>/dev/nul
 pip() { $VENV/bin/python -m pip --quiet --quiet --disable-pip-version-check "$@"; }
 
 make_venv() {
-  local here
-  here=$(cat $VENV/path 2>/dev/null || true)
-  if [ -d $VENV ] && { [ -e $VENV/installing ] || [ "$here" != "$PWD" ] || ! $VENV/bin/python -c '' 2>/dev/null; }; then
-    say "starting over: $VENV is unfinished, or was made for another folder"
+  local wanted
+  wanted="$PWD $("$PYTHON" --version)" # scripts in bin/ hold the folder's path
+  if [ -d $VENV ] && { [ -e $VENV/installing ] || [ "$(cat $VENV/made-for 2>/dev/null)" != "$wanted" ]; }; then
+    say "starting over: $VENV is unfinished, or was made for another folder or Python"
     rm -rf $VENV
   fi
   if [ ! -d $VENV ]; then
     say "making $VENV with $("$PYTHON" --version)"
     "$PYTHON" -m venv $VENV
-    echo "$PWD" >$VENV/path
+    echo "$wanted" >$VENV/made-for
   fi
   touch $VENV/installing
 }
@@ -63,17 +64,18 @@ cpu_index_options() {
 # Mooncake's module is linked to these even when it only speaks TCP.
 system_libraries() {
   [ "$(uname -s)" = Linux ] || return 0
-  local missing=() pair
+  local missing=() pair known
+  known=$(ldconfig -p 2>/dev/null || /sbin/ldconfig -p)
   for pair in libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4; do
-    { ldconfig -p 2>/dev/null || /sbin/ldconfig -p; } | grep -q "${pair%%:*}" || missing+=("${pair##*:}")
+    [[ $known == *"${pair%%:*}"* ]] || missing+=("${pair##*:}")
   done
   [ ${#missing[@]} -gt 0 ] || return 0
   if ! command -v apt-get >/dev/null; then
     say "missing system libraries: ${missing[*]}; install them with your system's package manager (see: draftsmith doctor)"
   elif [ "$(id -u)" = 0 ]; then
     say "installing system libraries: ${missing[*]}"
-    apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null ||
-      say "could not install them; the mooncake store will not start (see: draftsmith doctor)"
+    { apt-get -qq update && apt-get -qq install -y --no-install-recommends "${missing[@]}"; } >$VENV/apt.log 2>&1 ||
+      say "could not install them (see $VENV/apt.log); the mooncake store will not start: draftsmith doctor says more"
   else
     say "unpacking system libraries into $VENV/syslibs (not root): ${missing[*]}"
     unpack_libraries "${missing[@]}" || say "could not fetch them; ask an administrator for: ${missing[*]}"

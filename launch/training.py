@@ -15,7 +15,7 @@ from data_pipelines.stream.messages import producer_config
 from trainer.checkpoint import choose_checkpoint
 from trainer.config import RunConfig, save_config
 from trainer.loop import PREEMPTED
-from trainer.setup import RunSetup
+from trainer.setup import RunSetup, prepare_run
 
 from . import roles
 from .preflight import needs_master, needs_stream
@@ -35,7 +35,7 @@ def train(setup: RunSetup, ports: dict[str, int], screen: Screen) -> str:
     """
     run_dir, total = setup.run_dir, setup.total_steps
     found = choose_checkpoint(run_dir / "checkpoints", setup.config.resume, setup.identity)
-    done = newest_step(run_dir) if found else 0
+    done = int(found.name.removeprefix("step_")) if found else 0
     if done == total and (run_dir / "training.json").exists():
         return f"all {total} steps were done already (resume=never starts afresh)"
     config = roles.connect(setup.config, run_dir, ports)
@@ -55,8 +55,9 @@ def train(setup: RunSetup, ports: dict[str, int], screen: Screen) -> str:
             try:
                 _watch(crew, trainer, run_dir, view)
             except Stopped:
-                view.say("stopping: waiting for the trainer's checkpoint (once more to stop at once)")
-                _stop_gently(trainer)
+                if trainer.status is None:
+                    view.say("stopping: waiting for the trainer's checkpoint (once more to stop at once)")
+                    _stop_gently(trainer)
                 raise
     except Stopped as stopped:
         raise type(stopped)(_how_to_resume(config, run_dir)) from None
@@ -77,6 +78,30 @@ def write_ledger_settings(config: RunConfig, setup: RunSetup, ports: dict[str, i
         "config": producer_config(config.target, config.store, setup.spec, threads=threads, lease_seconds=lease),
     }
     write_atomically(setup.run_dir / "ledger.json", json.dumps(settings, indent=2))
+
+
+def begin_by_hand(config: RunConfig) -> Path:
+    """What `draftsmith ledger <recipe>` leaves in the run's folder: config.yaml, ledger.token, ledger.json.
+
+    The other roles can then be started by hand, also on other machines. Returns the path of ledger.json.
+    """
+    if not needs_stream(config):
+        raise UserError(f"source={config.source.name} needs no ledger", fix="add source=stream")
+    if not config.cluster.ledger_port:
+        raise UserError("the ledger needs a port that the others know", fix="add cluster.ledger_port=8700")
+    if needs_master(config) and ":" not in config.store.master:
+        raise UserError(
+            "the producers need the store's address", fix="start mooncake_master and add store.master=<host>:<port>"
+        )
+    setup = prepare_run(config)
+    ports = {"ledger": config.cluster.ledger_port}  # the store's is in store.master
+    token = setup.run_dir / "ledger.token"
+    if not token.exists():  # the ledger may be started again; the others keep their token
+        roles.write_token(token)
+    config = roles.connect(config, setup.run_dir, ports)
+    save_config(config, setup.run_dir / "config.yaml")
+    write_ledger_settings(config, setup, ports)
+    return setup.run_dir / "ledger.json"
 
 
 def _start_stream(crew: Crew, config: RunConfig, run_dir: Path, ports: dict[str, int]) -> None:
@@ -128,8 +153,9 @@ def _watch(crew: Crew, trainer: Child, run_dir: Path, view: TrainingView) -> Non
 
 
 def _was_preempted(trainer: Child) -> bool:
-    """torchrun reports a rank's status in its log only; its own is 1."""
-    return trainer.status == PREEMPTED or f"exitcode  : {PREEMPTED}" in trainer.said()
+    """Whether the ranks or torchrun itself were told to stop: torchrun says so in its log only; its own status is 1."""
+    said = trainer.said()
+    return f"exitcode  : {PREEMPTED}" in said or f"got signal: {signal.SIGTERM.value}" in said
 
 
 def _stop_gently(trainer: Child) -> None:

@@ -87,9 +87,10 @@ class Trainer:
         """[K]: what one draft of each step weighs, from denominators summed over micro-batches and ranks; and whether any
         rank was asked to stop (it travels with the same reduction)."""
         sent = torch.cat([sum(t.denominators for t in targets).cpu(), torch.tensor([float(self.stop_requested)])])
-        *denominators, stop = self.world.sum(sent.to(self.world.device)).tolist()
+        summed = self.world.sum(sent.to(self.world.device)).cpu()
+        stop, divisors = float(summed[-1]), self.drafter.divisors(summed[:-1]).tolist()
         # FSDP averages gradients over the ranks; the loss is one sum over all of them.
-        weights = [w * self.world.size / max(d, 1.0) for w, d in zip(self.drafter.step_weights, denominators)]
+        weights = [w * self.world.size / max(d, 1.0) for w, d in zip(self.drafter.step_weights, divisors)]
         return torch.tensor(weights, device=self.world.device), stop > 0
 
     def _accumulate(self, batches, targets, weights: torch.Tensor) -> torch.Tensor:
@@ -109,7 +110,7 @@ class Trainer:
         everything = self.world.sum(torch.cat([sums.flatten(), extra.to(sums.device)])).cpu()
         if self.tracker is None:
             return
-        numbers = summarise(self.drafter.metrics, everything[:-3].view(sums.shape), self.drafter.step_weights)
+        numbers = summarise(self.drafter, everything[:-3].view(sums.shape))
         tokens, supervised, waited = everything[-3:].tolist()
         self.tracker.log(
             {

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import torch
 
+from .drafters import Drafter
 
-def summarise(names: tuple[str, ...], sums: torch.Tensor, weights: list[float]) -> dict[str, float | list[float | None]]:
-    """sums [len(names), K], summed over micro-batches and ranks. weights: of each step in the loss.
 
-    Returns the loss (Σ_k w_k · mean over the step's trained drafts), and per step the *conditional* acceptance (step k
+def summarise(drafter: Drafter, sums: torch.Tensor) -> dict[str, float | list[float | None]]:
+    """sums [len(drafter.metrics), K], summed over micro-batches and ranks.
+
+    Returns the loss that was trained, and per step the mean loss of its trained drafts, the *conditional* acceptance (step k
     right given that the earlier ones were), the *prefix* acceptance (all of 0..k right), the expected acceptance
     Σ min(p, q), and the expected acceptance length of a chain, 1 + Σ_k Π_{j≤k} α_j: bonus token included. A rate without
     any draft to judge is None.
     """
-    rows = {name: sums[i].tolist() for i, name in enumerate(names)}
+    rows = {name: sums[i].tolist() for i, name in enumerate(drafter.metrics)}
+    divisors = drafter.divisors(torch.tensor(rows["trained"], dtype=torch.double)).tolist()
     rates = {
         "conditional_rate": _ratios(rows["conditional"], rows["reached"]),
         "prefix_rate": _ratios(rows["prefix"], rows["counted"]),
         "expected_rate": _ratios(rows["expected"], rows["counted"]),
     }
-    loss_per_step = _ratios(rows["loss"], rows["trained"])
     length, product = 1.0, 1.0
     for rate in rates["conditional_rate"]:
         product *= rate or 0.0
         length += product
     return {
-        "loss": sum(w * (x or 0.0) for w, x in zip(weights, loss_per_step)),
-        "loss_per_step": loss_per_step,
+        "loss": sum(w * (x or 0.0) for w, x in zip(drafter.step_weights, _ratios(rows["loss"], divisors))),
+        "loss_per_step": _ratios(rows["loss"], rows["trained"]),
         **rates,
         "expected_length": length,
     }

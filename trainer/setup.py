@@ -7,7 +7,7 @@ long is kept in the user's cache, keyed by content.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,12 @@ class RunSetup:
         return json.loads(json.dumps(flat))
 
     def build_drafter(self, frozen: FrozenTarget) -> Drafter:
-        """The untrained drafter of this run: a function of the config and its seed."""
+        """The untrained drafter of this run: a function of the config, its seed and the target."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config.seed)
             drafter = build_drafter(self.config.drafter, self.target.config, self.kept)
         drafter.start_head(frozen)
+        drafter.warm_start(self.target)
         return drafter
 
 
@@ -81,6 +82,13 @@ def prepare_run(config: RunConfig) -> RunSetup:
             f"the tokenizer has {len(tokenizer)} tokens and the target's embedding {target.config.vocab_size} rows",
             where=target.path,
             fix="use the tokenizer that belongs to this target",
+        )
+    config = replace(config, drafter=config.drafter.completed(tokenizer, target.config.vocab_size))
+    most, asked = config.drafter.most_drafts, config.evaluate.draft_tokens
+    if most is not None and asked > most:
+        raise UserError(
+            f"evaluate.draft_tokens={asked}, and this drafter drafts at most {most} a round",
+            fix=f"use evaluate.draft_tokens={most}, or a larger drafter.block_size",
         )
     prepared = training_data(config.data, target, tokenizer, run_dir, config.seed)
     size = getattr(config.drafter, "draft_vocab_size", 0)

@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     config = _parse(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get("RANK", 0))
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every poll
     if rank == 0:
         save_config(config, Path(config.run_dir) / "config.yaml")
     with process_group() as world:

@@ -84,7 +84,9 @@ class Target:
     def load_model(self, dtype: torch.dtype) -> PreTrainedModel:
         """The whole target, frozen, in eval mode, on the GPU if there is one."""
         transformers_logging.disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype)
+        # transformers' other attentions leave a soft-cap of the scores out without a word (Gemma 2).
+        attention = "eager" if getattr(self.config, "attn_logit_softcapping", None) else None
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, attn_implementation=attention)
         return model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -155,7 +155,8 @@ def test_another_recipe_in_the_folder_of_a_run(refused: Refused, tmp_path: Path)
     assert checkpoint.exists()
 
 
-def test_the_ledger_without_settings(refused: Refused, tmp_path: Path) -> None:
+def test_the_ledger_with_broken_settings(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "ledger.json").write_text("{")
     assert "the ledger's settings cannot be read" in refused("ledger", str(tmp_path))
 
 

@@ -153,6 +153,7 @@ def test_interrupted_at_any_time_it_ends_whole_and_goes_on_to_the_same_weights(
     kept = whole_checkpoints(run_dir / "checkpoints")
     assert kept and all((path / RUN_FILE).exists() for path in kept)
     step = json.loads((kept[-1] / RUN_FILE).read_text())["step"]
+    assert step == steps(run_dir)  # asked to stop, the trainer saves what it has done
     assert f"{step} steps are saved" in said() and "Traceback" not in said()
     assert not (run_dir / "summary.json").exists()
     done = run(run_dir)

@@ -81,9 +81,12 @@ def test_the_same_run_gives_the_same_bits(undisturbed, tmp_path):
     assert result(tmp_path)["weights_sha256"] == result(undisturbed)["weights_sha256"]
 
 
-def test_another_seed_gives_other_weights(undisturbed, tmp_path):
-    train(tmp_path, "seed=1", plain=True)
+def test_another_seed_gives_other_weights_and_wandb_works_without_an_account(undisturbed, tmp_path):
+    train(tmp_path, "seed=1", "tracker=wandb", "max_steps=4", plain=True)
     assert result(tmp_path)["weights_sha256"] != result(undisturbed)["weights_sha256"]
+    assert metrics(tmp_path)[0]["loss"] != metrics(undisturbed)[0]["loss"]
+    (recorded,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert recorded.stat().st_size > 0
 
 
 def test_two_ranks_follow_the_same_loss(undisturbed, two_ranks):
@@ -91,7 +94,9 @@ def test_two_ranks_follow_the_same_loss(undisturbed, two_ranks):
     for one, two in zip(metrics(undisturbed), metrics(two_ranks), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=2e-2)
         assert (two["tokens"], two["packs"]) == (one["tokens"], one["packs"])
-    assert metrics(two_ranks)[0]["loss"] == pytest.approx(metrics(undisturbed)[0]["loss"], rel=1e-4)
+    first, second = metrics(undisturbed)[0], metrics(two_ranks)[0]
+    assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
+    assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-2)  # global, not of a local shard
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from data_pipelines.engines.anatomy import tap_hidden_states
+from data_pipelines.engines.anatomy import tap_hidden_states, text_config
 from data_pipelines.errors import UserError
 
 
@@ -35,6 +35,9 @@ class CachedTarget:
 
     def __init__(self, model: nn.Module, taps: tuple[int, ...] | None):
         self.model, self.tap_ids = model, taps
+        kinds = set(getattr(text_config(model.config), "layer_types", None) or ())
+        if stateful := sorted(kind for kind in kinds if not kind.endswith("_attention") or kind.startswith("linear")):
+            raise self._refusal(", ".join(stateful))
         # Without a config every layer keeps everything; a sliding one would forget slots that a rejection brings back.
         self.cache = DynamicCache()
         self.slots: Tensor | None = None  # bool [b, S]: what may be attended to
@@ -68,12 +71,15 @@ class CachedTarget:
         self.slots = slots.gather(1, order)
         for layer in self.cache.layers:
             if type(layer) is not DynamicLayer:
-                raise UserError(
-                    f"speculative decoding cannot take tokens back from a cache layer of type {type(layer).__name__}",
-                    where=type(self.model).__name__,
-                    fix="judge this target with an engine that supports it",
-                )
+                raise self._refusal(type(layer).__name__)
             index = order[:, None, :, None]
             for name in ("keys", "values"):  # [b, heads, S, head size]
                 states = getattr(layer, name)[sequences]
                 setattr(layer, name, states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3])))
+
+    def _refusal(self, what: str) -> UserError:
+        return UserError(
+            f"speculative decoding cannot take tokens back from a cache layer of type {what}",
+            where=type(self.model).__name__,
+            fix="judge this target with an engine that supports it",
+        )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from .base import Committed, Contract, Drafter, DrafterConfig
+from .dflash import DFlash
+from .dspark import DSpark
 from .eagle3 import Eagle3
+from .mtp import MTP
 
-DRAFTERS: dict[str, type[Drafter]] = {"eagle3": Eagle3}
+DRAFTERS: dict[str, type[Drafter]] = {"dflash": DFlash, "dspark": DSpark, "eagle3": Eagle3, "mtp": MTP}
 
 __all__ = ["DRAFTERS", "Committed", "Contract", "Drafter", "DrafterConfig", "build_drafter"]
 

@@ -6,12 +6,31 @@ The layers themselves are the same in both; they hand (q, k, v) to one of these.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..losses import upcast
+from .merged import merged_attention
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, extra=None) -> torch.Tensor:
+@dataclass(frozen=True)
+class Scoring:
+    """How a family turns q·k into weights. scale: of the scores, d^-½ by default. softcap: scores become
+    softcap·tanh(score/softcap) (Gemma 2). sinks [heads]: a logit per head that takes weight and gives no value (gpt-oss).
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+PLAIN = Scoring()
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, extra=None, scoring: Scoring = PLAIN
+) -> torch.Tensor:
     """Grouped-query attention. visible: bool, broadcastable to [..., 1, 1, N, S].
 
     extra: a list of (key, value) pairs [..., kv_heads, N, d] of which query i sees only its own row (the diagonals).
@@ -19,12 +38,17 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Ten
     """
     groups = q.shape[-3] // k.shape[-3]
     wide = upcast(q).dtype
-    q_ = q.to(wide).unflatten(-3, (k.shape[-3], groups)) * q.shape[-1] ** -0.5
+    q_ = q.to(wide).unflatten(-3, (k.shape[-3], groups)) * (scoring.scale or q.shape[-1] ** -0.5)
     scores = q_ @ k.to(wide).unsqueeze(-3).transpose(-1, -2)
-    scores = scores.masked_fill(~visible, float("-inf"))
     diagonals = [(q_ * key.to(wide).unsqueeze(-3)).sum(-1, keepdim=True) for key, _ in extra or ()]
+    if scoring.softcap:
+        scores, *diagonals = (scoring.softcap * torch.tanh(s / scoring.softcap) for s in (scores, *diagonals))
+    sinks = []
+    if scoring.sinks is not None:
+        sinks = [scoring.sinks.to(wide).view(-1, groups, 1, 1).expand(*scores.shape[:-1], 1)]
+    scores = scores.masked_fill(~visible, float("-inf"))
     # (A row without any visible key would be NaN: its maximum is -inf. Such rows are padding; they become zero.)
-    weights = torch.cat([scores, *diagonals], -1).softmax(-1).nan_to_num(0.0)
+    weights = torch.cat([scores, *diagonals, *sinks], -1).softmax(-1).nan_to_num(0.0)
     out = weights[..., : k.shape[-2]] @ v.to(wide).unsqueeze(-3)
     for i, (_, value) in enumerate(extra or ()):
         out = out + weights[..., k.shape[-2] + i, None] * value.to(wide).unsqueeze(-3)
@@ -51,12 +75,27 @@ class RolloutAttention:
         self._rows = self._rows[kept]
         self._diagonals = [(k[..., kept, :], v[..., kept, :]) for k, v in self._diagonals]
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
         if self._keys is None:
             self._keys, self._values = k, v
         else:
             self._diagonals.append((k, v))
-        return attend(q, self._keys, self._values, self._causal[self._rows], self._diagonals)
+        visible = self._causal[self._rows]
+        if scoring.softcap or scoring.sinks is not None:  # rare; the merged form is for the common case
+            return attend(q, self._keys, self._values, visible, self._diagonals, scoring)
+        scale = scoring.scale or q.shape[-1] ** -0.5
+        return merged_attention(q, self._keys, self._values, visible, self._diagonals, scale)
+
+
+class OwnStepAttention:
+    """One training step of its own over rows [N] of a pack: a row sees the rows ≤ itself of its document, in this call."""
+
+    def __init__(self, document_ids: torch.Tensor):
+        index = torch.arange(len(document_ids), device=document_ids.device)
+        self._causal = (document_ids[:, None] == document_ids[None]) & (index[:, None] >= index[None])
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
+        return attend(q, k, v, self._causal, scoring=scoring)
 
 
 class CachedAttention:
@@ -76,12 +115,16 @@ class CachedAttention:
         """Announce the rows of the next call: valid bool [B, N]. commit: they stay; else `drop_drafts` forgets them."""
         self._new, self._commit = valid, commit
 
+    def commit(self, slots: int) -> None:
+        """The first `slots` of those that are not committed yet stay after all."""
+        self._committed += slots
+
     def drop_drafts(self) -> None:
         if self._keys is not None:
             self._keys, self._values = (x[..., : self._committed, :] for x in (self._keys, self._values))
         self._valid = self._valid[:, : self._committed]
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
         assert self._new is not None, "expect() announces each call"
         before, n = self._valid.shape[1], k.shape[-2]
         self._valid = torch.cat([self._valid.to(k.device), self._new], 1)
@@ -92,4 +135,4 @@ class CachedAttention:
         index = torch.arange(before + n, device=k.device)
         causal = index[None] <= before + torch.arange(n, device=k.device)[:, None]
         visible = (causal[None] & self._valid[:, None])[:, None, None]
-        return attend(q, self._keys, self._values, visible)
+        return attend(q, self._keys, self._values, visible, scoring=scoring)

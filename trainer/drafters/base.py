@@ -8,16 +8,36 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from data_pipelines.engines import Target
 from data_pipelines.errors import UserError
 
-from ..batch import Batch
-from ..losses import Teacher
+from ..batch import Batch, round_counts
+from ..losses import Judged, Mixture, Teacher, streamed_loss, summarise_teacher
 from ..target import FrozenTarget
 
 
 @dataclass
 class DrafterConfig:
+    """loss: any mixture of the named losses, such as `0.1*ce + 0.9*l1`. draft_vocab_size: D, the most frequent labels;
+    0: all of V. keep_unmapped: also train drafts whose teacher argmax lies outside the draft vocabulary.
+    """
+
     name: str = ""
+    loss: str = "soft_ce"
+    draft_vocab_size: int = 0
+    keep_unmapped: bool = False
+
+    def __post_init__(self) -> None:
+        Mixture.parse(self.loss)
+
+    @property
+    def most_drafts(self) -> int | None:
+        """The most tokens that can be drafted a round; None: any number."""
+        return None
+
+    def completed(self, tokenizer, vocab_size: int) -> DrafterConfig:
+        """With what only the target's tokenizer can tell filled in."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -61,23 +81,81 @@ class Targets:
         """[K]: how many drafts of each step are trained."""
         return self.trained.sum(1).double()
 
+    @property
+    def entries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Step and row of every draft that counts, int64 [N] each, in the order of steps, then of rows."""
+        return self.counts.nonzero().unbind(1)
+
 
 class Drafter(nn.Module):
-    """Subclasses implement `contract`, `targets`, `forward`, `new_state`, `propose` and the export pair."""
+    """Subclasses implement `contract`, `forward`, `new_state`, `propose` and the export pair.
+
+    Row t's round starts at the bonus token x_{t+first}; its draft of step k predicts x_{t+first+1+k}, and the teacher
+    row of that is t+first+k.
+    """
 
     Config: ClassVar[type[DrafterConfig]]
-    metrics: ClassVar[tuple[str, ...]]  # rows of the tensor that forward returns beside the loss
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "counted", "trained", "reached", "conditional", "prefix", "expected")
+    first: ClassVar[int]
 
     config: Any
     depth: int  # K, the number of draft steps that are trained
-    step_weights: list[float]  # [K], what each step's mean weighs in the loss
+    step_weights: list[float]  # [K], what a draft of each step weighs in the loss
+    vocab_size: int  # V
+    kept: torch.Tensor | None  # int64 [D], the target ids of the draft vocabulary, ascending; None: all of V
 
     @classmethod
     def contract(cls, config: Any, num_layers: int) -> Contract:
         raise NotImplementedError
 
+    # ---- vocabulary
+
+    def set_vocabulary(self, kept: torch.Tensor | None, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.register_buffer("kept", kept, persistent=False)
+        if kept is not None:  # as exports have them: offsets, and membership
+            membership = torch.zeros(vocab_size, dtype=torch.bool)
+            membership[kept] = True
+            self.register_buffer("d2t", kept - torch.arange(len(kept)))
+            self.register_buffer("t2d", membership)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.vocab_size if self.kept is None else len(self.kept)
+
+    def to_draft(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Ids of the target's vocabulary → ids of the draft vocabulary, -1 for those outside."""
+        if self.kept is None:
+            return tokens
+        return torch.where(self.t2d[tokens], (self.t2d.cumsum(0) - 1)[tokens], -1)
+
+    def to_target(self, drafts: torch.Tensor) -> torch.Tensor:
+        """Ids of the draft vocabulary → ids of the target's."""
+        return drafts if self.kept is None else self.kept[drafts]
+
+    # ---- training
+
+    def rounds(self, batch: Batch) -> torch.Tensor:
+        """The drafts that count: bool [K, T]."""
+        return round_counts(batch, self.first, self.depth)
+
     def targets(self, batch: Batch, frozen: FrozenTarget) -> Targets:
-        raise NotImplementedError
+        counts = self.rounds(batch)
+        step, row = counts.nonzero().unbind(1)
+        teacher_rows = row + self.first + step
+        needed = torch.zeros_like(batch.supervised)
+        needed[teacher_rows] = True
+        teacher = summarise_teacher(frozen, batch.final, needed)
+        trained = counts
+        if self.kept is not None and not self.config.keep_unmapped:
+            trained = counts.clone()
+            trained[step, row] = self.t2d[teacher.argmax[teacher_rows]]
+        return Targets(teacher, counts, trained)
+
+    def divisors(self, denominators: torch.Tensor) -> torch.Tensor:
+        """What each step's summed loss is divided by, [K]: here its own number of trained drafts, so that each step is
+        a mean of its own. denominators [K]: of one optimizer step, summed over micro-batches and ranks."""
+        return denominators
 
     def forward(
         self, batch: Batch, targets: Targets, frozen: FrozenTarget, weights: torch.Tensor
@@ -86,12 +164,62 @@ class Drafter(nn.Module):
         sums [len(metrics), K] for the log, without gradient."""
         raise NotImplementedError
 
+    def draft_loss(
+        self,
+        batch: Batch,
+        targets: Targets,
+        frozen: FrozenTarget,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, Judged]:
+        """hidden [N, H']: normed states of `targets.entries`. head [D, H']. weights [N]. Differentiable in both."""
+        step, row = targets.entries
+        teacher_rows = row + self.first + step
+        return streamed_loss(
+            Mixture.parse(self.config.loss),
+            hidden,
+            head,
+            teacher=targets.teacher,
+            teacher_head=frozen.draft_head(self.kept),
+            teacher_rows=teacher_rows,
+            labels=self.to_draft(batch.input_ids[teacher_rows + 1]),
+            weights=weights,
+            cap=frozen.cap,
+        )
+
+    @torch.no_grad()
+    def sums(self, targets: Targets, judged: Judged, losses: torch.Tensor) -> torch.Tensor:
+        """[len(metrics), K]. losses [N]: of each draft, zero for one that is not trained."""
+        step, row = targets.entries
+        right = torch.zeros_like(targets.counts)
+        right[step, row] = self.to_target(judged.argmax) == targets.teacher.argmax[row + self.first + step]
+        prefix = right.cumprod(0).bool()  # all of steps 0..k right
+        reached = torch.cat([targets.counts[:1], targets.counts[1:] & prefix[:-1]])
+
+        def per_step(values: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(self.depth, dtype=torch.double, device=row.device).index_add_(0, step, values.double())
+
+        sums = {
+            "loss": per_step(losses),
+            "counted": targets.counts.sum(1).double(),
+            "trained": targets.trained.sum(1).double(),
+            "reached": reached.sum(1).double(),
+            "conditional": (reached & right).sum(1).double(),
+            "prefix": (targets.counts & prefix).sum(1).double(),
+            "expected": per_step(judged.expected_acceptance),
+        }
+        return torch.stack([sums[name] for name in self.metrics])
+
     def shard_units(self) -> list[nn.Module]:
         """Submodules that run once in a training forward and are worth gathering by themselves."""
         return []
 
     def start_head(self, frozen: FrozenTarget) -> None:
         """A trained head, if there is one, begins as the target's rows."""
+
+    def warm_start(self, target: Target) -> None:
+        """Weights that the target's checkpoint brings along, if this drafter can begin from them."""
 
     def new_state(self, batch_size: int) -> Any:
         raise NotImplementedError
@@ -112,6 +240,11 @@ class Drafter(nn.Module):
 
     def export_tensors(self, frozen: FrozenTarget) -> dict[str, torch.Tensor]:
         raise NotImplementedError
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """A low, a middle and a high layer: [2, L//2, L-3]."""
+    return tuple(sorted({min(2, num_layers), num_layers // 2, max(0, num_layers - 3)}))
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

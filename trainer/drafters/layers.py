@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
+from transformers import LlamaConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -15,18 +16,33 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Rotary(nn.Module):
     """cos and sin of positions, by transformers' own rotary embedding (it handles theta and scaling). Always fp32."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig | None = None, *, embedding: nn.Module | None = None, **arguments):
+        """embedding: another family's, called with `arguments` besides positions; by default the Llama one of `config`."""
         super().__init__()
-        self.embedding = LlamaRotaryEmbedding(config=config)
+        self.embedding = embedding or LlamaRotaryEmbedding(config=config)
+        self._arguments = arguments
+
+    def _apply(self, fn, recurse=True):
+        """Frequencies follow the module from device to device, and never into another dtype: in bfloat16 they would be
+        0.6 rad off at distance 512."""
+        kept = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in list(self.named_buffers()):
+            owner = self.get_submodule(name.rpartition(".")[0])
+            owner.register_buffer(name.rpartition(".")[2], kept[name].to(buffer.device), persistent=False)
+        return self
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [..., N] → cos, sin [..., N, d]."""
-        cos, sin = self.embedding(torch.empty(0, device=positions.device), positions.reshape(1, -1))
+        nothing = torch.empty(0, device=positions.device)
+        cos, sin = self.embedding(nothing, positions.reshape(1, -1), **self._arguments)
         return cos[0].view(*positions.shape, cos.shape[-1]), sin[0].view(*positions.shape, sin.shape[-1])
 
 
 class DraftAttention(nn.Module):
-    def __init__(self, config: LlamaConfig, input_size: int):
+    """Grouped-query attention over inputs of any width, in the config's family: Qwen3 norms queries and keys."""
+
+    def __init__(self, config: PretrainedConfig, input_size: int):
         super().__init__()
         self.head_dim = config.head_dim
         q, kv = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
@@ -34,17 +50,26 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv, bias=False)
         self.v_proj = nn.Linear(input_size, kv, bias=False)
         self.o_proj = nn.Linear(q, config.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.model_type == "qwen3" else nn.Identity()
+            for _ in "qk"
+        )
 
-    def forward(self, x: torch.Tensor, rope, attention: Attention, rows: torch.Tensor | None) -> torch.Tensor:
-        def heads(y: torch.Tensor) -> torch.Tensor:
-            return y.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3)
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
 
-        cos, sin = rope
-        k, v = heads(self.k_proj(x)), heads(self.v_proj(x))
-        k = _rotate(k, cos, sin)
+    def keys_values(self, x: torch.Tensor, rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [..., N, input_size] → k, v [..., kv_heads, N, d]."""
+        k = self.k_norm(self._heads(self.k_proj(x))).transpose(-2, -3)
+        return _rotate(k, *rope), self._heads(self.v_proj(x)).transpose(-2, -3)
+
+    def forward(
+        self, x: torch.Tensor, rope, attention: Attention, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        k, v = self.keys_values(x, rope)
         if rows is not None:
-            x, cos, sin = x[rows], cos[rows], sin[rows]
-        q = _rotate(heads(self.q_proj(x)), cos, sin)
+            x, rope = x[rows], tuple(part[rows] for part in rope)
+        q = _rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(-2, -3), *rope)
         return self.o_proj(attention(q, k, v).transpose(-2, -3).flatten(-2))
 
 
@@ -58,12 +83,12 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 class DraftLayer(nn.Module):
     """An ordinary pre-norm decoder layer of width H."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: PretrainedConfig):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DraftAttention(config, config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = Qwen3MLP(config)
 
     def forward(self, hidden: torch.Tensor, rope, attention: Attention, rows: torch.Tensor | None = None):
         """hidden [..., N, H] → [..., N, H], or only the given rows of it (keys are made of all)."""
@@ -90,3 +115,47 @@ class FusionLayer(DraftLayer):
         residual = normed if self.norm_before_residual else hidden
         attended = self.self_attn(torch.cat([self.input_layernorm(embeds), normed], -1), rope, attention, rows)
         return self._finish(residual if rows is None else residual[rows], attended)
+
+
+class BlockLayer(DraftLayer):
+    """DFlash's layer: the blocks query a context that no layer updates, and themselves. The context's keys and values
+    come from the same k_proj and v_proj, without the layer's input norm."""
+
+    def forward(self, blocks, rope, context, context_rope, attention):
+        """blocks [N, B, H], context [..., T, H] → [N, B, H]. attention: of `blocks`; told of the context first."""
+        attention.add_context(*self.self_attn.keys_values(context, context_rope))
+        return self._finish(blocks, self.self_attn(self.input_layernorm(blocks), rope, attention))
+
+
+def init_linears(module: nn.Module) -> None:
+    """N(0, 0.02), as the published drafters begin."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02)
+
+
+def draft_layer_config(
+    target_config, num_layers: int, family: type[PretrainedConfig] = LlamaConfig, **options
+) -> PretrainedConfig:
+    """Layers of a family's shape with the target's widths, head counts and RoPE (theta, scaling, length included)."""
+    heads = target_config.num_attention_heads
+    return family(
+        vocab_size=target_config.vocab_size,
+        hidden_size=target_config.hidden_size,
+        intermediate_size=target_config.intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(target_config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
+        hidden_act="silu",
+        max_position_embeddings=target_config.max_position_embeddings,
+        rms_norm_eps=getattr(target_config, "rms_norm_eps", 1e-6),
+        rope_parameters={
+            k: v for k, v in dict(target_config.rope_parameters).items() if k != "partial_rotary_factor"
+        },
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **options,
+    )

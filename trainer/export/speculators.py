@@ -7,9 +7,6 @@ The keys that every drafter has are written here; a drafter adds its own keys an
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +21,11 @@ from data_pipelines.errors import UserError
 from ..drafters import DRAFTERS, Drafter, build_drafter
 from ..target import FrozenTarget
 from .config import ExportConfig
+from .folder import whole_folder
 
 FORMAT_VERSION = "0.9.0"  # of speculators, whose keys these are
-NOT_THE_DRAFTERS = ("embed_tokens.weight",)  # exported for engines; here it is the target's own
+# Exported for engines; here they are the target's own, unless the drafter has them itself.
+THE_TARGETS = ("embed_tokens.weight", "lm_head.weight")
 
 
 def export_drafter(
@@ -65,7 +64,9 @@ def export_drafter(
     tensors = {name: _stored(name, t, cfg.dtype) for name, t in drafter.export_tensors(frozen).items()}
     out = Path(out)
     try:
-        _write(out, config, tensors)
+        with whole_folder(out) as folder:
+            (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"cannot write the export: {error}", where=str(out), fix="free some space, export again"
@@ -75,7 +76,7 @@ def export_drafter(
 
 def load_export(path: Path, target_config) -> Drafter:
     """The drafter that an export holds, in fp32, in eval mode: configured by the keys, and with the tensors, that
-    engines read. (The head is therefore always the exported one, also if it was never trained.)
+    engines read. (A head that is a part of the drafter is therefore the exported one, also if it was never trained.)
 
     target_config: the text config of the target that it drafts for.
     Raises UserError if the folder is not a whole export, or not of this target's shape.
@@ -92,10 +93,11 @@ def load_export(path: Path, target_config) -> Drafter:
     d2t = tensors.get("d2t")
     kept = None if d2t is None else d2t + torch.arange(len(d2t))
     drafter = build_drafter(DRAFTERS[name].config_from_export(config), target_config, kept)
+    own = drafter.state_dict()
     weights = {
         key: tensor.float() if tensor.is_floating_point() else tensor
         for key, tensor in tensors.items()
-        if key not in NOT_THE_DRAFTERS
+        if key in own or key not in THE_TARGETS
     }
     try:
         drafter.load_state_dict(weights)
@@ -112,33 +114,3 @@ def _stored(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
         if not torch.isfinite(tensor).all():
             raise UserError(f"{name} holds values that are not finite in {dtype}: this drafter must not leave")
     return tensor.contiguous().clone()
-
-
-def _write(out: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        temporary.chmod(0o755)
-        (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        for file in (*temporary.iterdir(), temporary):
-            _sync(file)
-        if out.exists():
-            earlier = temporary.with_name(f"{temporary.name}.earlier")
-            out.rename(earlier)
-            temporary.rename(out)
-            shutil.rmtree(earlier)
-        else:
-            temporary.rename(out)
-        _sync(out.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

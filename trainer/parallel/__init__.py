@@ -54,7 +54,8 @@ def parallelize(drafter: Drafter, config: ParallelConfig, world: World) -> Draft
     """
     drafter.to(world.device)
     dtype = resolve_dtype(config.compute_dtype)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Inputs come in the compute dtype already; what is wider (cos and sin of RoPE) has to stay so.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh = init_device_mesh(world.device.type, (world.size,))
     for unit in drafter.shard_units():
         fully_shard(unit, mesh=mesh, mp_policy=policy)

@@ -31,7 +31,8 @@ def test_it_holds_the_first_generated_prompts_of_every_domain():
     assert Counter(r["finish_reason"] for r in rows)["length"] < len(rows) / 10
 
 
-def test_every_row_is_trained_on(tmp_path, target):
+def test_every_row_is_trained_on(tmp_path, target, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tokenizer = target.load_tokenizer()
     prepared = prepare(DataConfig(path="builtin:demo", max_quarantined_fraction=0.01), tokenizer, tmp_path)
     counts = prepared.counts

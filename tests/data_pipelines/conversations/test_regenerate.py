@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_pipelines.conversations import regenerate as module
 from data_pipelines.conversations.regenerate import agreement, generate, regenerate, regenerate_file
 from data_pipelines.conversations.rendering import prompt_ids, render
 from data_pipelines.conversations.rows import Row, conversation, read_rows
@@ -114,8 +115,20 @@ def test_rows_that_cannot_be_prompted_stay_in_the_file_with_their_reason(tmp_pat
         regenerate(rows[:1], model, tokenizer, tmp_path / "none.jsonl")
 
 
-def test_killed_and_started_again_it_goes_on(tmp_path, tiny_target, model, tokenizer):
-    """A real process, killed by SIGKILL in the middle, its last line then left half-written."""
+def interrupt_after(batches: int, monkeypatch) -> None:
+    real, done = module._answer, []
+
+    def answer(*arguments):
+        if len(done) == batches:
+            raise KeyboardInterrupt
+        done.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "_answer", answer)
+
+
+def test_killed_and_started_again_it_goes_on(tmp_path, tiny_target, model, tokenizer, monkeypatch):
+    """A real process, killed by SIGKILL in the middle, its last line then left half-written; interrupted once more."""
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row.data) + "\n" for row in prompts(60)))
     options = {"max_new_tokens": 40, "batch_size": 1}
@@ -142,8 +155,12 @@ def test_killed_and_started_again_it_goes_on(tmp_path, tiny_target, model, token
     with partials[0].open("ab") as file:
         file.write(b'{"index": 59, "line": {"id": "p5')
 
+    interrupt_after(2, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate_file(str(source), out, model, tokenizer, **options)
+    monkeypatch.undo()
     resumed = regenerate_file(str(source), out, model, tokenizer, **options)
-    assert resumed.resumed == finished and resumed.answered == 60 - finished > 0
+    assert resumed.resumed == finished + 2 and resumed.answered == 58 - finished > 0
     undisturbed = tmp_path / "undisturbed.jsonl"
     assert regenerate_file(str(source), undisturbed, model, tokenizer, **options).resumed == 0
     assert out.read_text() == undisturbed.read_text()
@@ -151,18 +168,7 @@ def test_killed_and_started_again_it_goes_on(tmp_path, tiny_target, model, token
 
 
 def test_a_partial_file_of_another_call_is_not_gone_on_with(tmp_path, model, tokenizer, monkeypatch):
-    from data_pipelines.conversations import regenerate as module
-
-    written = []
-    real = module._answer
-
-    def stop_after_two(*args):
-        if len(written) == 2:
-            raise KeyboardInterrupt
-        written.append(1)
-        return real(*args)
-
-    monkeypatch.setattr(module, "_answer", stop_after_two)
+    interrupt_after(2, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         regenerate(prompts(4), model, tokenizer, tmp_path / "out.jsonl", max_new_tokens=4, batch_size=1)
     monkeypatch.undo()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from data_pipelines.engines import TargetConfig, build_engine, resolve_target
-from data_pipelines.errors import FeatureError, UserError
+from data_pipelines.errors import UserError
 from data_pipelines.features import FeatureSpec
 from trainer.target import FrozenTarget
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
@@ -70,13 +70,15 @@ def test_the_same_pack_gives_the_same_bits(tiny_target):
     assert torch.equal(a.taps, b.taps) and torch.equal(a.final, b.final)
 
 
-def test_an_architecture_that_mixes_packed_documents_is_refused(tiny_target, monkeypatch):
+def test_an_architecture_that_mixes_packed_documents_is_computed_document_by_document(tiny_target, monkeypatch):
     from data_pipelines.engines import transformers as engine
 
     monkeypatch.setattr(engine, "position_ids", lambda lengths: np.arange(sum(lengths), dtype=np.int32))
     spec = FeatureSpec(tiny_target.fingerprint, (2, 3), tiny_target.config.hidden_size, "float32")
-    with pytest.raises(FeatureError, match="does not keep packed documents apart"):
-        build_engine(tiny_target, spec)
+    mixing = build_engine(tiny_target, spec)
+    ids = np.arange(3, 14, dtype=np.int32)
+    packed, alone = mixing.compute(ids, (4, 1, 6)), mixing.compute(ids[5:], (6,))
+    assert torch.equal(packed.final[5:], alone.final) and torch.equal(packed.taps[5:], alone.taps)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""A folder that appears whole, in place of an earlier one, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """Gives a temporary folder to fill; at the end of the block it is on disk and takes the place of `out`. After an error
+    `out` is as it was."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        temporary.chmod(0o755)
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            _sync(path)
+        if out.exists():
+            earlier = temporary.with_name(f"{temporary.name}.earlier")
+            out.rename(earlier)
+            temporary.rename(out)
+            shutil.rmtree(earlier)
+        else:
+            temporary.rename(out)
+        _sync(out.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
