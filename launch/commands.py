@@ -132,13 +132,12 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 def export(arguments: argparse.Namespace) -> None:
     from trainer.config import read_config
+    from trainer.export.run import export_run
     from trainer.setup import prepare_run
-
-    from . import results
 
     run_dir = Path(arguments.run_dir)
     setup = prepare_run(read_config(run_dir / "config.yaml", arguments.overrides))
-    print(results.export(setup, Path(arguments.out or run_dir / "export"), arguments.step))
+    print(export_run(setup, step=arguments.step, out=Path(arguments.out) if arguments.out else None))
 
 
 def _log_to_stderr() -> None:

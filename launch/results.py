@@ -1,21 +1,14 @@
-"""What comes out of a training: the export, the judgements before and after, and the numbers of summary.json."""
+"""What comes out of a training: the judgements before and after, and the numbers of summary.json."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from data_pipelines.errors import UserError
-from trainer.checkpoint import load_checkpoint, whole_checkpoints
 from trainer.decoding.run import evaluate_run
-from trainer.export.speculators import export_drafter
 from trainer.setup import RunSetup
-from trainer.target import FrozenTarget
 
 from .records import remembered
 from .report import ALL
@@ -29,35 +22,6 @@ def judge(setup: RunSetup, when: str) -> dict[str, Any] | None:
     weights = setup.identity if when == "before" else [training(setup.run_dir)["weights_sha256"], asdict(config.export)]
     depends_on = [weights, asdict(config.evaluate), setup.target.fingerprint]
     return remembered(setup.run_dir, when, depends_on, lambda: evaluate_run(config, setup.run_dir, when))
-
-
-def export(setup: RunSetup, out: Path, step: int | None = None) -> Path:
-    """The drafter of a checkpoint (the newest unless `step` names one) in the speculator format. Returns `out`."""
-    frozen = FrozenTarget.load(setup.target, torch.float32)
-    drafter = setup.build_drafter(frozen)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads it: as meant
-        load_checkpoint(find_checkpoint(setup.run_dir, step), drafter)
-    return export_drafter(drafter, frozen, setup.target, setup.config.export, out, setup.config.evaluate.draft_tokens)
-
-
-def find_checkpoint(run_dir: Path, step: int | None = None) -> Path:
-    """The newest whole checkpoint of a run, or the one of `step`."""
-    found = {int(path.name.removeprefix("step_")): path for path in whole_checkpoints(run_dir / "checkpoints")}
-    if not found:
-        raise UserError(
-            "this run has no checkpoint yet", where=str(run_dir), fix="train first: draftsmith run <recipe>"
-        )
-    if step is not None and step not in found:
-        there = ", ".join(map(str, found))
-        raise UserError(f"there is no checkpoint of step {step}", where=str(run_dir), fix=f"there are {there}")
-    return found[max(found) if step is None else step]
-
-
-def newest_step(run_dir: Path) -> int:
-    """Steps done at the newest whole checkpoint; 0 if there is none."""
-    whole = whole_checkpoints(run_dir / "checkpoints")
-    return int(whole[-1].name.removeprefix("step_")) if whole else 0
 
 
 def training(run_dir: Path) -> dict[str, Any]:

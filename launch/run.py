@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from data_pipelines.engines import resolve_target
 from data_pipelines.errors import UserError
 from trainer.config import RunConfig, load_config, save_config
+from trainer.export.run import export_run
 from trainer.setup import RunSetup, prepare_run
 
 from . import data, preflight, report, results
@@ -70,7 +71,7 @@ def _learn_and_judge(setup: RunSetup, ports: dict[str, int], screen: Screen) -> 
     with screen.stage("train") as note:
         note(train(setup, ports, screen))
     with screen.stage("export") as note:
-        exported = results.export(setup, run_dir / "export")
+        exported = export_run(setup)
         note(str(exported))
     with screen.stage("after") as note:
         after = results.judge(setup, "after")

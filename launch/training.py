@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data_pipelines.errors import UserError
 from data_pipelines.stream.messages import producer_config
-from trainer.checkpoint import choose_checkpoint
+from trainer.checkpoint import choose_checkpoint, newest_step
 from trainer.config import RunConfig, save_config
 from trainer.loop import PREEMPTED
 from trainer.setup import RunSetup, prepare_run
@@ -21,7 +21,6 @@ from . import roles
 from .preflight import needs_master, needs_stream
 from .processes import Child, Crew, Stopped, Terminated, describe, failure
 from .records import write_atomically
-from .results import newest_step
 from .screen import MetricsTail, Screen, TrainingView
 
 _CHECKPOINT_GRACE = 120.0  # seconds for the trainer to write one when the run is stopped

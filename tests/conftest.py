@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from data_pipelines.engines import Target, TargetConfig, resolve_target
 
 torch.set_num_threads(1)  # several processes on few cores: more threads are slower, and results depend on their number

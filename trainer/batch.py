@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
+
 from data_pipelines.features import Features
 from data_pipelines.packing import Pack, position_ids
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from data_pipelines.errors import UserError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+
+from data_pipelines.errors import UserError
 
 RUN_FILE = "run.json"
 FULL_DISK_BYTES = 16 * 1024**2
@@ -49,10 +50,27 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     return sorted(p.parent for p in folder.glob(f"step_*/{RUN_FILE}"))
 
 
-def newest_step(run_dir: Path) -> int | None:
-    """How many steps the newest whole checkpoint of a run holds; None without one."""
+def newest_step(run_dir: Path) -> int:
+    """How many steps the newest whole checkpoint of a run holds; 0 without one."""
     whole = whole_checkpoints(run_dir / "checkpoints")
-    return json.loads((whole[-1] / RUN_FILE).read_text())["step"] if whole else None
+    return _step(whole[-1]) if whole else 0
+
+
+def find_checkpoint(run_dir: Path, step: int | None = None) -> Path:
+    """The newest whole checkpoint of a run, or the one of `step`. Raises UserError when it is not there."""
+    found = {_step(path): path for path in whole_checkpoints(run_dir / "checkpoints")}
+    if not found:
+        raise UserError(
+            "this run has no whole checkpoint", where=str(run_dir), fix="train first: draftsmith run <recipe>"
+        )
+    if step is not None and step not in found:
+        there = ", ".join(map(str, found))
+        raise UserError(f"there is no checkpoint of step {step}", where=str(run_dir), fix=f"there are {there}")
+    return found[max(found) if step is None else step]
+
+
+def _step(checkpoint: Path) -> int:
+    return json.loads((checkpoint / RUN_FILE).read_text())["step"]
 
 
 class Checkpointer:
@@ -189,4 +207,4 @@ def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.O
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
             options=StateDictOptions(strict=True),
         )  # fmt: skip
-    return json.loads((path / RUN_FILE).read_text())["step"]
+    return _step(path)

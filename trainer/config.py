@@ -13,6 +13,13 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 import conf
 import recipes
 from data_pipelines.conversations.config import DataConfig
@@ -20,12 +27,6 @@ from data_pipelines.engines.targets import TargetConfig
 from data_pipelines.errors import UserError
 from data_pipelines.stores.config import StoreConfig
 from data_pipelines.stream.config import SourceConfig
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from .checkpoint import CheckpointConfig
 from .decoding.config import EvaluateConfig

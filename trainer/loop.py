@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import torch
+
 from data_pipelines.errors import UserError
 from data_pipelines.features import Features
 from data_pipelines.packing import Pack
@@ -77,9 +78,7 @@ class Trainer:
         for _ in range(self.packs_per_rank):
             index, pack, features = next(packs)
             address = (self.setup.config.seed, index)
-            batches.append(
-                Batch.of(pack, features, dtype=self.frozen.dtype, device=self.world.device, address=address)
-            )
+            batches.append(Batch.of(pack, features, dtype=self.frozen.dtype, device=self.world.device, address=address))
             taken.append(index)
         return batches, taken
 

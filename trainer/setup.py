@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from data_pipelines.conversations.dataset import training_data
 from data_pipelines.conversations.prepare import Prepared
 from data_pipelines.conversations.vocabulary import draft_vocabulary

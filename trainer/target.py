@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from data_pipelines.engines import Target
-from data_pipelines.engines.anatomy import anatomy, text_config
-from data_pipelines.errors import UserError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
+
+from data_pipelines.engines import Target
+from data_pipelines.engines.anatomy import anatomy, text_config
+from data_pipelines.errors import UserError
 
 
 class FrozenTarget:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from data_pipelines.engines import build_engine, resolve_dtype
 from data_pipelines.errors import UserError
 from data_pipelines.stream.consumer import Prefetcher

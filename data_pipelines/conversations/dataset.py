@@ -21,9 +21,8 @@ from .rows import read_rows
 def training_data(
     config: DataConfig, target: Target, tokenizer: PreTrainedTokenizerBase, run_dir: Path, seed: int
 ) -> Prepared:
-    """The documents of a run. With `regenerate.mode=always` the rows' prompts are answered by the target, once: the answers
-    are
-    kept in the user's cache, keyed by the target, the rows and the options."""
+    """The documents of a run. With `regenerate.mode=always` the rows' prompts are answered by the target, once: the
+    answers are kept in the user's cache, keyed by the target, the rows and the options."""
     rows = list(read_rows(config.path, config.max_rows, seed))
     if config.regenerate.mode != "always":
         return prepare(config, tokenizer, run_dir, seed, rows=rows)

@@ -94,9 +94,7 @@ def resolve_dtype(name: str) -> torch.dtype:
     """auto → bfloat16 where the machine multiplies it natively (a GPU, AVX512-BF16, AMX), else float32."""
     if name != "auto":
         return getattr(torch, name)
-    native = (
-        torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    )
+    native = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if native else torch.float32
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from data_pipelines.errors import FeatureError
-from data_pipelines.features import Features, FeatureSpec, decode, encode, read_metadata
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from data_pipelines.errors import FeatureError
+from data_pipelines.features import Features, FeatureSpec, decode, encode, read_metadata
 
 SPEC = FeatureSpec(target="t", taps=(1, 2), hidden_size=8)
 IDS, LENGTHS = np.arange(5, dtype=np.int32), (2, 3)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from data_pipelines.errors import UserError
-from data_pipelines.packing import Document, Plan, pack_id, position_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from data_pipelines.errors import UserError
+from data_pipelines.packing import Document, Plan, pack_id, position_ids
 
 
 def documents(lengths):

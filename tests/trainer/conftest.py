@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from data_pipelines.features import Features
 from data_pipelines.packing import Document, Pack
 from trainer.batch import Batch
 from trainer.drafters import build_drafter
 from trainer.drafters.eagle3 import Eagle3Config
 from trainer.target import FrozenTarget
-from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +63,9 @@ def world(target_config, frozen):
         final = torch.randn(len(pack), size, generator=generator, dtype=torch.double)
         features = Features(taps, final)
         return SimpleNamespace(
-            pack=pack, features=features, batch=Batch.of(pack, features, dtype=torch.double, device="cpu", address=(seed,))
+            pack=pack,
+            features=features,
+            batch=Batch.of(pack, features, dtype=torch.double, device="cpu", address=(seed,)),
         )
 
     def drafter(kept=None, **options):

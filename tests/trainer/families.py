@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from data_pipelines.engines import Target
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -21,6 +20,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+
+from data_pipelines.engines import Target
 
 SHAPE = {
     "vocab_size": 96,

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from trainer.batch import Batch, round_counts, supervised_run
 
 

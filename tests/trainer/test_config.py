@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from data_pipelines.errors import UserError
 from trainer.config import load_config, read_config, recipe_names, save_config
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+
 from tests.trainer.conftest import slice_batch
 from trainer import losses
 from trainer.losses import LOSSES, Mixture, Pair, streamed_loss, summarise_teacher
@@ -119,7 +122,7 @@ def test_gradient_is_independent_of_packing_padding_and_accumulation(world, kept
     lengths = [3, 11, 1, 8, 2]
     whole = world.make(lengths, mask="answer")
     edges = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    alone = [slice_batch(whole.batch, a, b) for a, b in zip(edges, edges[1:])]
+    alone = [slice_batch(whole.batch, a, b) for a, b in itertools.pairwise(edges)]
     padding = world.make([6], seed=9, mask="none").batch  # an unsupervised document weighs nothing
     packed = gradients(drafter, world.frozen, [whole.batch])
     assert any(g.abs().max() > 1e-3 for g in packed.values())

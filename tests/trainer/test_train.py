@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from trainer.checkpoint import whole_checkpoints
 from trainer.loop import PREEMPTED
 

@@ -59,7 +59,8 @@ class RolloutAttention:
     """Training-time test over one pack: step 0 is causal inside each document; at step k row t sees the step-0 keys of rows
     ≤ t of its document and its own keys of steps 1..k. That is what a chain decode sees.
 
-    Rows may be dropped from step to step (`narrow`), never added.
+    Rows may be dropped from step to step (`narrow`), never added. A pack is one sequence: q, k, v come with a batch
+    dimension of 1, or with none.
     """
 
     def __init__(self, document_ids: torch.Tensor):
@@ -76,6 +77,8 @@ class RolloutAttention:
         self._diagonals = [(k[..., kept, :], v[..., kept, :]) for k, v in self._diagonals]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
+        if q.dim() == 4:
+            return self(q[0], k[0], v[0], scoring)[None]
         if self._keys is None:
             self._keys, self._values = k, v
         else:

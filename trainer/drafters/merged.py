@@ -23,8 +23,9 @@ def merged_attention(
     diagonals: list[tuple[torch.Tensor, torch.Tensor]],
     scale: float,
 ) -> torch.Tensor:
-    """q [heads, R, d]; k, v [kv_heads, T, d]; visible bool [R, T]; diagonals: (key, value) pairs [kv_heads, R, d] of which
-    row i sees its own. Softmax in fp32 at least. Every row must see something. → [heads, R, d]"""
+    """q [heads, R, d]; k [kv_heads, T, d], v [kv_heads, T, d']; visible bool [R, T]; diagonals: (key, value) pairs
+    [kv_heads, R, d] and [kv_heads, R, d'] of which row i sees its own. Softmax in fp32 at least. Every row must see
+    something. → [heads, R, d']"""
     return _Merged.apply(q, k, v, visible, scale, *[x for pair in diagonals for x in pair])
 
 
@@ -35,7 +36,7 @@ class _Merged(torch.autograd.Function):
         grouped = _group(q, k.shape[0]).to(wide) * scale  # [kv_heads, groups, R, d]
         wide_k, wide_v = k.to(wide), v.to(wide)
         own = torch.stack([(grouped * key.to(wide).unsqueeze(1)).sum(-1) for key in diagonals[::2]], -1) if diagonals else None
-        out, logsumexp = torch.empty_like(grouped), torch.empty_like(grouped[..., 0])
+        out, logsumexp = grouped.new_empty(*grouped.shape[:-1], v.shape[-1]), torch.empty_like(grouped[..., 0])
         for rows, keys in _chunks(visible):
             scores = _scores(grouped[:, :, rows], wide_k[:, keys], visible[rows, keys])
             everything = scores if own is None else torch.cat([scores, own[:, :, rows]], -1)

@@ -38,7 +38,9 @@ def stitch(drafter: MTP, target: Target, out: Path) -> Path:
         raise UserError(
             f"the target's checkpoint has {len(heads)} MTP heads and this drafter {len(modules)} modules",
             where=str(source),
-            fix="export in the speculators format instead" if not heads else "train drafter.form=shared for this target",
+            fix="export in the speculators format instead"
+            if not heads
+            else "train drafter.form=shared for this target",
         )
     if drafter.config.hidden != "post_norm":
         raise UserError(

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from data_pipelines.engines import resolve_dtype
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from data_pipelines.engines import resolve_dtype
 
 from ..drafters import Drafter
 from .config import ParallelConfig

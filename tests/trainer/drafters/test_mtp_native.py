@@ -14,11 +14,17 @@ from data_pipelines.engines import Target
 from data_pipelines.engines.anatomy import tap_hidden_states
 from data_pipelines.errors import UserError
 from safetensors.torch import load_file, save_file
+from trainer.batch import Batch
+from trainer.decoding.chain import decode_chain, decode_plain
 from trainer.drafters import Committed, build_drafter
 from trainer.drafters.mtp import MTPConfig
 from trainer.drafters.native_mtp import checkpoint_files, split_experts
 from trainer.export.stitch import stitch
 from trainer.target import FrozenTarget
+from transformers import DeepseekV3ForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.modeling_layers import MtpModel
 
 from ..families import NATIVE, build_target
 
@@ -131,8 +137,6 @@ def test_another_concat_order_computes_the_same(tmp_path):
 
 
 def committed(target, tokens) -> Committed:
-    with tap_hidden_states(target.load_model(torch.float32), ()) as recorder, torch.no_grad():
-        target.load_model(torch.float32)
     model = target.load_model(torch.float32)
     with tap_hidden_states(model, ()) as recorder, torch.no_grad():
         model(torch.tensor([tokens]), use_cache=False)
@@ -181,19 +185,16 @@ def test_several_heads(tmp_path):
 
 def test_transformers_own_mtp_model_loads_the_stitched_head_and_drafts_the_same(tmp_path, monkeypatch):
     """Other people's code: `MtpModel` of transformers, on the checkpoint that we wrote."""
-    from transformers.cache_utils import MtpCache
-    from transformers.modeling_layers import MtpModel
-
     target, _ = build("deepseek_v3", tmp_path / "target", heads=2, num_mtp_layers=2)
     drafter = drafter_for(target, form="chained", steps=2)
     with torch.no_grad():
         for p in drafter.parameters():
             p.add_(torch.randn_like(p) * 0.1)
     stitched = Target(str(stitch(drafter, target, tmp_path / "out")), "stitched")
-    model = stitched.load_model(torch.float32)
     # Their pattern of the heads' names is made for the 61 layers of the published model.
-    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.4.*", r"model\.layers\.5.*"])
-    model.config.num_mtp_layers = 2
+    patterns = [r"model\.layers\.4.*", r"model\.layers\.5.*"]
+    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", patterns)
+    model = stitched.load_model(torch.float32)
     theirs = MtpModel.from_pretrained(model)
     tokens = [5, 3, 80, 41, 17, 2, 9]
     rows = committed(stitched, tokens)
@@ -226,3 +227,47 @@ def test_what_cannot_be_stitched_or_read(tmp_path):
     save_file(tensors, tmp_path / "target" / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"token_layernorm\.weight"):
         drafter_for(target)
+
+
+def test_transformers_mtp_decoding_accepts_the_same_tokens(tmp_path, monkeypatch):
+    """`generate(use_mtp=True)` on the stitched checkpoint, round by round, against our decode."""
+    target, _ = build("deepseek_v3", tmp_path / "target", heads=2, num_mtp_layers=2)
+    model, frozen = target.load_model(torch.float32), FrozenTarget.load(target, torch.float32)
+    prompts = [[5, 17, 3, 80, 2], [9, 44], list(range(20, 31))]
+    new = 24
+    drafter = drafter_for(target, form="chained", steps=2)
+    batches = []
+    for prompt, plain in zip(prompts, decode_plain(model, prompts, max_new_tokens=new)):
+        ids = torch.tensor(prompt + plain.tokens)
+        with tap_hidden_states(model, ()) as recorder, torch.no_grad():
+            model(ids[None], use_cache=False)
+        n = len(ids)
+        supervised = torch.arange(n) >= len(prompt)
+        batches.append(Batch(ids, torch.zeros(n).long(), torch.arange(n), supervised, recorder.taps[0], recorder.final[0]))
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    for _ in range(12):  # enough for some drafts to be right, and not all
+        for batch in batches:
+            targets = drafter.targets(batch, frozen)
+            drafter(batch, targets, frozen, 1 / targets.denominators.float())[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    patterns = [r"model\.layers\.4.*", r"model\.layers\.5.*"]
+    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", patterns)
+    stitched = Target(str(stitch(drafter, target, tmp_path / "out")), "stitched").load_model(torch.float32)
+    matches: list[int] = []
+    update = MTPCandidateGenerator.update_candidate_strategy
+
+    def watch(self, input_ids, scores, num_matches):
+        matches.append(int(num_matches))
+        return update(self, input_ids, scores, num_matches)
+
+    monkeypatch.setattr(MTPCandidateGenerator, "update_candidate_strategy", watch)
+    ours = decode_chain(model, prompts, drafter.eval(), frozen, draft_tokens=2, max_new_tokens=new)
+    for prompt, decoded in zip(prompts, ours):
+        matches.clear()
+        out = stitched.generate(torch.tensor([prompt]), use_mtp=True, do_sample=False, max_new_tokens=new)
+        assert out[0, len(prompt) :].tolist() == decoded.tokens
+        assert matches[1:-1] == decoded.accepted[: len(matches) - 2]  # the first is the prefill; the last may be cut
+        assert len(matches) - 1 == decoded.rounds
+    accepted = [a for decoded in ours for a in decoded.accepted]
+    assert {0, 1, 2} <= set(accepted)  # the comparison is only worth something if drafts are accepted, and not always

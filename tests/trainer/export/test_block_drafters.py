@@ -11,6 +11,8 @@ import speculators.models.dspark.core as dspark_core
 import torch
 from safetensors.torch import load_file
 from speculators.losses import resolve_loss_config
+
+from tests.trainer.export.test_speculators import batch, frozen, judge  # noqa: F401  (fixtures)
 from trainer.batch import Batch
 from trainer.drafters import build_drafter
 from trainer.drafters.base import Targets
@@ -18,8 +20,6 @@ from trainer.drafters.dflash import DFlashConfig
 from trainer.drafters.dspark import DSparkConfig
 from trainer.export.config import ExportConfig
 from trainer.export.speculators import export_drafter, load_export
-
-from tests.trainer.export.test_speculators import batch, frozen, judge  # noqa: F401  (fixtures)
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 DFLASH = {

@@ -20,18 +20,19 @@ from trainer.target import FrozenTarget
 def test_newest_whole_checkpoint(tiny_target, tmp_path):
     overrides = ["target=tiny", "data.max_rows=24", "drafter.draft_vocab_size=100", "export.dtype=float32"]
     config = load_config("ci_eagle3", [f"run_dir={tmp_path}", *overrides])
+    setup = prepare_run(config)
     with pytest.raises(UserError, match="no whole checkpoint"):
-        export_run(config, tmp_path)
+        export_run(setup)
 
     frozen = FrozenTarget.load(tiny_target, torch.float32)
-    drafter = prepare_run(config).build_drafter(frozen)
+    drafter = setup.build_drafter(frozen)
     for step in (20, 40):
         with torch.no_grad():
             drafter.fc.weight.fill_(step)
         _save(drafter, tmp_path / "checkpoints" / f"step_{step:08d}", step)
     _save(drafter, tmp_path / "checkpoints" / "step_00000060", None)  # not whole: no completion marker
 
-    out = export_run(config, tmp_path)
+    out = export_run(setup)
     assert out == tmp_path / "export"
     again = load_export(out, tiny_target.config)
     assert (again.fc.weight == 40).all()
@@ -40,7 +41,9 @@ def test_newest_whole_checkpoint(tiny_target, tmp_path):
     exported = json.loads((out / "config.json").read_text())
     assert exported["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == config.drafter.steps
 
-    earlier = export_run(config, tmp_path, checkpoint=tmp_path / "checkpoints" / "step_00000020", out=tmp_path / "e")
+    with pytest.raises(UserError, match="there are 20, 40"):
+        export_run(setup, step=30)
+    earlier = export_run(setup, step=20, out=tmp_path / "e")
     assert (load_export(earlier, tiny_target.config).fc.weight == 20).all()
 
 
