@@ -10,6 +10,7 @@ import torch
 
 from data_pipelines.conversations.regenerate import Regenerated, agreement, regenerate_file
 from data_pipelines.conversations.rows import read_rows
+from data_pipelines.conversations.vocabulary import coverage
 from data_pipelines.engines import Target
 from trainer.config import RunConfig
 from trainer.setup import RunSetup
@@ -39,8 +40,16 @@ def counts(setup: RunSetup) -> dict[str, Any]:
         **{name: value for name, value in asdict(setup.prepared.counts).items() if name != "examples"},
         "packs": len(setup.plan.packs),
         "epochs": setup.config.epochs,
-        "draft_vocabulary": setup.target.config.vocab_size if setup.kept is None else len(setup.kept),
+        "draft_vocabulary": _vocabulary(setup),
     }
+
+
+def _vocabulary(setup: RunSetup) -> str:
+    whole = setup.target.config.vocab_size
+    if setup.kept is None:
+        return f"all {whole:,} tokens"
+    covered = coverage(setup.prepared.documents, setup.kept, whole)
+    return f"{len(setup.kept):,} of {whole:,} tokens, {covered:.1%} of the labels"
 
 
 def sample_agreement(setup: RunSetup) -> dict[str, int]:

@@ -59,6 +59,11 @@ def build_source(
     folder = Path(source.cache_dir) if source.cache_dir else Path(run_dir) / "features"
     if source.name == "offline":
         return OfflineSource(FeatureCache(folder, spec), spec)
+    if not source.ledger:
+        raise UserError(
+            f"source={source.name} needs a ledger and producers",
+            fix="draftsmith run <recipe> starts them; by hand: draftsmith ledger <recipe> …; without: source=colocated",
+        )
     patience = source.patience_seconds
     client = LedgerClient(source.ledger, read_token(source.token_file), patience=patience)
     stream = StreamSource(client, build_store(store, role="consumer"), spec, patience_seconds=patience, rank=rank)

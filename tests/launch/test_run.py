@@ -172,6 +172,19 @@ def test_every_source_gives_the_same_weights(
     assert read_summary(tmp_path / source)["acceptance"] == {"before": {}, "after": {}}
 
 
+def test_later_epochs_from_the_cache_give_the_weights_of_the_stream(tmp_path: Path) -> None:
+    """Two epochs: hybrid reads the second one from its folder of files, stream has it computed again."""
+    two_epochs = ["data.max_rows=30", "epochs=2", "evaluate=none", "max_steps=0"]
+    weights = []
+    for source in ("hybrid", "stream"):
+        done = run(tmp_path / source, f"source={source}", *two_epochs)
+        assert done.returncode == 0, done.stderr
+        weights.append(read_summary(tmp_path / source)["weights_sha256"])
+    assert weights[0] == weights[1]
+    stored = list((tmp_path / "hybrid" / "features").glob("*.safetensors"))
+    assert 0 < len(stored) < read_summary(tmp_path / "hybrid")["packs"]  # fewer were streamed than trained on
+
+
 def test_children_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
     with started(run_dir) as (launcher, _):

@@ -99,7 +99,7 @@ def build_target(config: PretrainedConfig, folder: Path, seed: int = 0) -> Targe
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # norms of 1 (or of 1 + 0), zero biases and sinks would hide what is not computed
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             if p.dim() == 1:
                 p.add_(torch.randn_like(p) * 0.1)
     model.save_pretrained(folder)

@@ -149,6 +149,11 @@ def test_another_runs_checkpoint_is_refused_naming_what_differs(undisturbed):
     assert "optim.lr: 0.002 there, 9.0 now" in said and "seed: 0 there, 3 now" in said and "Traceback" not in said
 
 
+def test_a_stream_without_a_ledger_says_how_to_get_one(tmp_path):
+    said = train(tmp_path, "source=stream", plain=True, status=2)
+    assert "needs a ledger" in said and "source=colocated" in said and "Traceback" not in said
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of bounded size needs root")
 def test_a_full_disk_while_checkpointing_stops_the_run_and_spoils_nothing(undisturbed, tmp_path):
     """A real file system that is too small for a second checkpoint: the first stays whole, and the run can go on."""

@@ -90,17 +90,6 @@ class RolloutAttention:
         return merged_attention(q, self._keys, self._values, visible, self._diagonals, scale)
 
 
-class OwnStepAttention:
-    """One training step of its own over rows [N] of a pack: a row sees the rows ≤ itself of its document, in this call."""
-
-    def __init__(self, document_ids: torch.Tensor):
-        index = torch.arange(len(document_ids), device=document_ids.device)
-        self._causal = (document_ids[:, None] == document_ids[None]) & (index[:, None] >= index[None])
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
-        return attend(q, k, v, self._causal, scoring=scoring)
-
-
 class CachedAttention:
     """Decoding, B sequences at once: a growing cache of slots, of which each sequence uses some.
 

@@ -24,7 +24,9 @@ from .layers import Rotary
 IMPLEMENTATION = "draftsmith"
 
 
-def _attention(module, query, key, value, attention_mask, *, draft_attention, scaling=None, softcap=None, s_aux=None, **_):
+def _attention(
+    module, query, key, value, attention_mask, *, draft_attention, scaling=None, softcap=None, s_aux=None, **_
+):
     """What transformers calls with query [B, heads, N, d], key and value [B, kv_heads, N, d]. Returns [B, N, heads, d].
 
     The strategy decides alone what is seen: a window that the family's layer asks for is not applied. (RoPE is in fp32, so

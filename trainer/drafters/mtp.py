@@ -30,7 +30,7 @@ from torch import nn
 from data_pipelines.engines import Target
 from data_pipelines.errors import UserError
 
-from .attention import CachedAttention, OwnStepAttention
+from .attention import CachedAttention, RolloutAttention
 from .base import Contract, DrafterConfig
 from .family import Family
 from .native_mtp import read_native_heads
@@ -182,7 +182,7 @@ class MTP(RolloutDrafter):
             # All rows, every step. (A row whose token would lie past its document's end is seen by none that has one.)
             tokens = batch.input_ids.roll(-1 - k)
             module = k if self.config.form == "chained" else 0
-            attention = OwnStepAttention(batch.document_ids)
+            attention = RolloutAttention(batch.document_ids)  # a new one each step: no keys of earlier steps
             hidden = self.run_module(module, frozen.embed(tokens), hidden, batch.positions + k, attention)
             outputs.append(hidden[wanted])
         return outputs

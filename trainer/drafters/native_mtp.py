@@ -47,7 +47,7 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
 
 
 def native_names(names, num_layers: int) -> list[dict[str, str]]:
-    """Per head of a checkpoint with these tensor names: checkpoint name → a module's name, experts one by one. No head: []."""
+    """Of each head in a checkpoint with these tensor names: checkpoint name → a module's name, experts one by one."""
     heads: dict[int, dict[str, str]] = {}
     for name in names:
         if match := re.fullmatch(r"mtp\.(.*)", name):

@@ -5,23 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers.masking_utils import create_causal_mask
+
 from data_pipelines.engines import build_engine
 from data_pipelines.engines.anatomy import anatomy
 from data_pipelines.errors import UserError
 from data_pipelines.features import FeatureSpec
 from data_pipelines.packing import Document, Pack
+from tests.trainer.families import FAMILIES, NATIVE, build_target
 from trainer.batch import Batch
 from trainer.decoding.chain import decode_chain, decode_plain
 from trainer.drafters import build_drafter
-from trainer.drafters.attention import OwnStepAttention
+from trainer.drafters.attention import RolloutAttention
 from trainer.drafters.family import Family
 from trainer.drafters.mtp import MTPConfig
 from trainer.export.config import ExportConfig
 from trainer.export.speculators import export_drafter, load_export
 from trainer.target import FrozenTarget
-from transformers.masking_utils import create_causal_mask
-
-from ..families import FAMILIES, NATIVE, build_target
 
 ALL = {**FAMILIES, **NATIVE}
 STEPS, NEW = 3, 12
@@ -99,7 +99,7 @@ def test_the_layer_computes_what_the_familys_own_model_computes(target):
     rope = family.rotary()(positions)
     with torch.no_grad():
         expected = theirs(hidden, position_embeddings=rope, attention_mask=mask)
-        strategy = OwnStepAttention(torch.zeros(17, dtype=torch.long))
+        strategy = RolloutAttention(torch.zeros(17, dtype=torch.long))
         got = ours(hidden, position_embeddings=rope, attention_mask=None, draft_attention=strategy)
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 

@@ -10,10 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3ForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.modeling_layers import MtpModel
+
 from data_pipelines.engines import Target
 from data_pipelines.engines.anatomy import tap_hidden_states
 from data_pipelines.errors import UserError
-from safetensors.torch import load_file, save_file
+from tests.trainer.families import NATIVE, build_target
 from trainer.batch import Batch
 from trainer.decoding.chain import decode_chain, decode_plain
 from trainer.drafters import Committed, build_drafter
@@ -21,12 +27,6 @@ from trainer.drafters.mtp import MTPConfig
 from trainer.drafters.native_mtp import checkpoint_files, split_experts
 from trainer.export.stitch import stitch
 from trainer.target import FrozenTarget
-from transformers import DeepseekV3ForCausalLM
-from transformers.cache_utils import MtpCache
-from transformers.generation.candidate_generator import MTPCandidateGenerator
-from transformers.modeling_layers import MtpModel
-
-from ..families import NATIVE, build_target
 
 QWEN = {
     "input_proj": "mtp.fc",
@@ -90,7 +90,10 @@ def build(family: str, folder: Path, heads: int = 1, shards: bool = False, **cha
                 tensors[f"model.layers.{last + k}.{name}"] = tensors[of].clone()
         wanted.append(state)
     if shards:  # as published: several files and an index; the head in the last one
-        parts = {"model-00001-of-00002.safetensors": before, "model-00002-of-00002.safetensors": tensors.keys() - before}
+        parts = {
+            "model-00001-of-00002.safetensors": before,
+            "model-00002-of-00002.safetensors": tensors.keys() - before,
+        }
         for file, names in parts.items():
             save_file({n: tensors[n] for n in names}, folder / file, {"format": "pt"})
         (folder / "model.safetensors").unlink()
@@ -149,7 +152,7 @@ def committed(target, tokens) -> Committed:
 @pytest.mark.parametrize("concat", ["embedding_first", "hidden_first"])
 @pytest.mark.parametrize("family", NATIVE)
 def test_stitched_back_under_the_same_names(tmp_path, family, concat, shards):
-    target, (head,) = build(family, tmp_path / "target", shards=shards)
+    target, _ = build(family, tmp_path / "target", shards=shards)
     drafter = drafter_for(target, concat=concat)
     before = {name: load_file(file)[name] for name, file in checkpoint_files(tmp_path / "target").items()}
     out = stitch(drafter, target, tmp_path / "untouched")
@@ -243,7 +246,9 @@ def test_transformers_mtp_decoding_accepts_the_same_tokens(tmp_path, monkeypatch
             model(ids[None], use_cache=False)
         n = len(ids)
         supervised = torch.arange(n) >= len(prompt)
-        batches.append(Batch(ids, torch.zeros(n).long(), torch.arange(n), supervised, recorder.taps[0], recorder.final[0]))
+        batches.append(
+            Batch(ids, torch.zeros(n).long(), torch.arange(n), supervised, recorder.taps[0], recorder.final[0])
+        )
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     for _ in range(12):  # enough for some drafts to be right, and not all
         for batch in batches:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trainer.batch import round_counts
-from trainer.drafters import Committed, build_drafter
-from trainer.drafters.attention import OwnStepAttention, RolloutAttention
-from trainer.drafters.mtp import MTPConfig
-from trainer.target import FrozenTarget
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from ..conftest import slice_batch
+from tests.trainer.conftest import slice_batch
+from trainer.batch import round_counts
+from trainer.drafters import Committed, build_drafter
+from trainer.drafters.attention import RolloutAttention
+from trainer.drafters.mtp import MTPConfig
+from trainer.target import FrozenTarget
 
 OPTIONS = [
     {},
@@ -104,9 +104,7 @@ def step_loop(drafter, frozen, final, tokens, t, steps, *, forced: bool):
     logits, drafts = [], []
     for k in range(steps):
         module = k if drafter.config.form == "chained" else 0
-        hidden = module_rows(
-            drafter, module, frozen.embed(torch.stack(stream[k:])), hidden, torch.arange(k, t + 1 + k)
-        )
+        hidden = module_rows(drafter, module, frozen.embed(torch.stack(stream[k:])), hidden, torch.arange(k, t + 1 + k))
         logits.append(frozen.cap(hidden[-1] @ drafter.head(frozen).T))
         drafts.append(drafter.to_target(logits[-1].argmax()))
         if forced and t + 2 + k >= len(tokens):
@@ -163,21 +161,18 @@ def test_own_step_equals_its_definition_and_not_the_decode(world, mtp, options, 
 def test_a_shift_by_one_is_noticed(world, mtp, monkeypatch, what, form):
     """The golden test can fail: each of these mistakes, made on purpose, is far above its tolerance."""
     drafter, made = mtp(steps=3, form=form), world.make(LENGTHS, mask="all")
-    strategy = OwnStepAttention if form == "chained" else RolloutAttention
-    original, run = strategy.__init__, drafter.run_module
+    original, run = RolloutAttention.__init__, drafter.run_module
     if what == "mask":
 
         def blind_to_itself(self, document_ids):
             original(self, document_ids)
             self._causal = self._causal & ~torch.eye(len(document_ids), dtype=torch.bool)
 
-        monkeypatch.setattr(strategy, "__init__", blind_to_itself)
+        monkeypatch.setattr(RolloutAttention, "__init__", blind_to_itself)
     elif what == "boundary":
-        monkeypatch.setattr(strategy, "__init__", lambda self, ids: original(self, torch.zeros_like(ids)))
+        monkeypatch.setattr(RolloutAttention, "__init__", lambda self, ids: original(self, torch.zeros_like(ids)))
     elif what == "position":  # of single rows: a shift of all of a step's rows is none, in a module of its own
-        monkeypatch.setattr(
-            drafter, "run_module", lambda k, e, h, p, a: run(k, e, h, p + torch.arange(len(p)), a)
-        )
+        monkeypatch.setattr(drafter, "run_module", lambda k, e, h, p, a: run(k, e, h, p + torch.arange(len(p)), a))
     elif what == "token":
         monkeypatch.setattr(made.batch.input_ids.__class__, "roll", lambda self, n: torch.roll(self, n - 1))
     elif what == "feedback":  # the hidden state of the row before
@@ -234,14 +229,18 @@ def loss_of(drafter, frozen, batch):
 
 @pytest.mark.parametrize("options", [*OPTIONS, *OWN_STEP], ids=str)
 def test_packing_changes_nothing(world, mtp, options):
-    """Rule 3: the sums over a pack are those over its documents alone, and so are the gradients."""
+    """Rule 3: the sums over a pack, also over a padded one, are those over its documents alone, and so are the gradients."""
     drafter, made = mtp(steps=3, loss="ce + 0.5*kl", **options), world.make(LENGTHS)
     packed, judged = loss_of(drafter, world.frozen, made.batch)
+    padding = world.make([5], seed=9, mask="none").batch
+    joined = {name: torch.cat([x, getattr(padding, name)]) for name, x in vars(made.batch).items() if name != "address"}
+    joined["document_ids"][-5:] += len(LENGTHS)
+    padded, judged_padded = loss_of(drafter, world.frozen, replace(made.batch, **joined))
+    torch.testing.assert_close((padded, judged_padded), (packed, judged), rtol=1e-9, atol=1e-9)
     together = torch.autograd.grad(packed, list(drafter.parameters()), allow_unused=True)
     alone, sums, first = 0.0, 0.0, 0
     for document in made.pack.documents:
         one = slice_batch(made.batch, first, first + len(document))
-        one = SimpleNamespace(**{**vars(one), "document_ids": torch.zeros_like(one.document_ids)})
         loss, of_one = loss_of(drafter, world.frozen, one)
         alone, sums, first = alone + loss, sums + of_one, first + len(document)
     torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-9)

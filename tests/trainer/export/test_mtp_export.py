@@ -12,14 +12,13 @@ from safetensors.torch import load_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 
 from data_pipelines.engines.anatomy import tap_hidden_states
+from tests.trainer.families import FAMILIES, NATIVE, build_target
 from trainer.batch import Batch, round_counts
 from trainer.drafters import build_drafter
 from trainer.drafters.mtp import MTPConfig
 from trainer.export.config import ExportConfig
 from trainer.export.speculators import export_drafter, load_export
 from trainer.target import FrozenTarget
-
-from ..families import FAMILIES, NATIVE, build_target
 
 STEPS = 3
 LENGTHS = (14, 9)
@@ -89,7 +88,7 @@ def test_speculators_loads_every_tensor_and_computes_the_same(target, frozen, ba
 
     # Their forward is FastMTP's own-step attention over the state that it is given: g here, as engines give it.
     with torch.no_grad():
-        logits, loss, metrics = theirs(
+        logits, _, _ = theirs(
             input_ids=batch.input_ids[None],
             hidden_states=frozen.normed(batch.final)[None],
             position_ids=batch.positions[None],
@@ -105,49 +104,65 @@ def test_speculators_loads_every_tensor_and_computes_the_same(target, frozen, ba
             torch.testing.assert_close(ours[k][theirs_has], logits[k][0, rows[k][theirs_has]], atol=2e-4, rtol=1e-4)
 
 
-def test_the_same_loss_on_the_rows_that_both_train(target, frozen, batch, tmp_path):
-    """One document, all of it supervised. On purpose ours also has the rows that theirs leaves out: step k can be trained up to
-    k+2 tokens before the end, theirs ends every step where the last step ends."""
-    n = LENGTHS[0]
-    cut = ("input_ids", "document_ids", "positions", "supervised", "taps", "final")
-    one = replace(batch, **{name: getattr(batch, name)[:n] for name in cut})
-    drafter = make_drafter(target)
-    theirs = judge(export(drafter, frozen, target, tmp_path / "export"))
+N = LENGTHS[0]
+
+
+def document(batch: Batch, supervised: slice) -> Batch:
+    """The first document alone, with that part of it supervised."""
+    cut = {name: getattr(batch, name)[:N] for name in ("input_ids", "document_ids", "positions", "taps", "final")}
+    mask = torch.zeros(N, dtype=torch.bool)
+    mask[supervised] = True
+    return replace(batch, **cut, supervised=mask)
+
+
+def their_loss(drafter, frozen, target, one: Batch, folder) -> torch.Tensor:
+    theirs = judge(export(drafter, frozen, target, folder / "export"))
     with torch.no_grad():
-        _, loss, metrics = theirs(
+        return theirs(
             input_ids=one.input_ids[None],
             hidden_states=frozen.normed(one.final)[None],
             position_ids=one.positions[None],
+            loss_mask=one.supervised[None].long(),
             step_weights=drafter.step_weights,
-        )
-        targets = drafter.targets(one, frozen)
-        assert targets.counts.sum(1).tolist() == [n - 2 - k for k in range(STEPS)]
-        common = targets.trained & (torch.arange(n) < n - STEPS - 1)
-        assert common.sum(1).tolist() == [n - STEPS - 1] * STEPS
-        targets = replace(targets, trained=common)
+        )[1]
+
+
+def our_loss(drafter, frozen, one: Batch, targets) -> torch.Tensor:
+    with torch.no_grad():
         weights = torch.tensor(drafter.step_weights) / targets.denominators.float()
-        ours, _ = drafter(one, targets, frozen, weights)
+        return drafter(one, targets, frozen, weights)[0]
+
+
+def test_the_same_loss_on_the_rows_that_both_train(target, frozen, batch, tmp_path):
+    """One document, all of it supervised. On purpose ours also has the rows that theirs leaves out: step k can be trained up
+    to k+2 tokens before the end, theirs ends every step where the last step ends."""
+    one, drafter = document(batch, slice(None)), make_drafter(target)
+    targets = drafter.targets(one, frozen)
+    assert targets.counts.sum(1).tolist() == [N - 2 - k for k in range(STEPS)]
+    common = targets.trained & (torch.arange(N) < N - STEPS - 1)
+    assert common.sum(1).tolist() == [N - STEPS - 1] * STEPS
+    loss = their_loss(drafter, frozen, target, one, tmp_path)
+    ours = our_loss(drafter, frozen, one, replace(targets, trained=common))
     torch.testing.assert_close(ours, loss, atol=1e-4, rtol=1e-4)
 
 
 def test_masked_by_the_round_not_by_the_label(target, frozen, batch, tmp_path):
     """On purpose: theirs counts every draft whose label is supervised, also of rounds whose bonus token the target has not
-    written (it is still the prompt's). Such a round never happens."""
-    n, prompt = LENGTHS[0], 5
-    label_mask = torch.arange(n) >= prompt
-    one = replace(
-        batch,
-        **{name: getattr(batch, name)[:n] for name in ("input_ids", "document_ids", "positions", "taps", "final")},
-        supervised=label_mask,
-    )
-    ours = round_counts(one, 1, STEPS)
-    rows = torch.arange(n)
+    written (it is still the prompt's). Such a round never happens, and ours does not train it."""
+    one, prompt = document(batch, slice(5, None)), 5
+    drafter = make_drafter(target)
+    loss = their_loss(drafter, frozen, target, one, tmp_path)
+    targets = drafter.targets(one, frozen)
+    by_label = torch.zeros_like(targets.counts)
     for k in range(STEPS):
-        by_label = torch.zeros(n, dtype=torch.bool)
-        by_label[: n - 2 - k] = label_mask[rows + 2 + k < n][0] if False else label_mask[2 + k :]
-        extra = (by_label & ~ours[k]).nonzero().squeeze(1)
-        assert not (ours[k] & ~by_label).any()
-        assert extra.tolist() == [t for t in range(n) if t + 1 < prompt <= t + 2 + k < n]
+        by_label[k, : N - STEPS - 1] = one.supervised[2 + k :][: N - STEPS - 1]
+        extra = by_label[k] & ~targets.counts[k]
+        assert extra.nonzero().squeeze(1).tolist() == [t for t in range(N - STEPS - 1) if t + 1 < prompt <= t + 2 + k]
+    by_round = replace(targets, trained=targets.counts & by_label)
+    torch.testing.assert_close(
+        our_loss(drafter, frozen, one, replace(targets, counts=by_label, trained=by_label)), loss, atol=1e-4, rtol=1e-4
+    )
+    assert (our_loss(drafter, frozen, one, by_round) - loss).abs() > 1e-2
 
 
 def test_rollout_sees_what_a_decode_sees_and_theirs_does_not(target, frozen, batch):
