@@ -139,6 +139,10 @@ def draft_layer_config(
 ) -> PretrainedConfig:
     """Layers of a family's shape with the target's widths, head counts and RoPE (theta, scaling, length included)."""
     heads = target_config.num_attention_heads
+    # Some families (Gemma 3) have one set per kind of layer; a drafter looks as far back as their full layers do.
+    rope = dict(target_config.rope_parameters)
+    rope = dict(rope.get("full_attention", rope))
+    rope.pop("partial_rotary_factor", None)  # draft layers rotate the whole head
     return family(
         vocab_size=target_config.vocab_size,
         hidden_size=target_config.hidden_size,
@@ -150,9 +154,7 @@ def draft_layer_config(
         hidden_act="silu",
         max_position_embeddings=target_config.max_position_embeddings,
         rms_norm_eps=getattr(target_config, "rms_norm_eps", 1e-6),
-        rope_parameters={
-            k: v for k, v in dict(target_config.rope_parameters).items() if k != "partial_rotary_factor"
-        },
+        rope_parameters=rope,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,

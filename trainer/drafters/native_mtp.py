@@ -59,7 +59,8 @@ def native_names(names, num_layers: int) -> list[dict[str, str]]:
         if rest not in _COPIES:
             prefix = next((p for p in table if rest.startswith(p)), "")
             heads.setdefault(head, {})[name] = table.get(prefix, "") + rest.removeprefix(prefix)
-    return [heads[k] for k in sorted(heads)]
+    # (Towers of multimodal targets have layers with high numbers, too; without the projection it is no head.)
+    return [heads[k] for k in sorted(heads) if "input_proj.weight" in heads[k].values()]
 
 
 def read_native_heads(target: Target, module: nn.Module) -> list[dict[str, torch.Tensor]]:

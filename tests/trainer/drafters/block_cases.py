@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
 from trainer.drafters import build_drafter
 from trainer.drafters.dflash import DFlashConfig
 from trainer.drafters.dspark import DSparkConfig
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 MASK_TOKEN = 60
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from data_pipelines.errors import UserError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from data_pipelines.errors import UserError
+from tests.trainer.drafters.block_cases import make_drafter
 from trainer.batch import round_counts
 from trainer.drafters.blocks import draw_anchors
 from trainer.drafters.dflash import DFlashConfig, choose_mask_token
 from trainer.drafters.dspark import DSparkConfig
-
-from tests.trainer.drafters.block_cases import make_drafter
 
 
 def generator(seed: int) -> torch.Generator:

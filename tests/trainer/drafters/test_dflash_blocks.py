@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -242,7 +243,7 @@ def test_packed_padded_or_accumulated_it_is_one_loss(target_config, frozen, worl
     padded = Batch(**{name: torch.cat([getattr(b, name) for b in (made.batch, padding)]) for name in names})
     padded.document_ids[-5:] = 4
     starts = [0, 4, 5, 14, 20]
-    ways = [[made.batch], [padded], [slice_batch(made.batch, a, b) for a, b in zip(starts, starts[1:])]]
+    ways = [[made.batch], [padded], [slice_batch(made.batch, a, b) for a, b in itertools.pairwise(starts)]]
     results = []
     for batches in ways:
         drafter = make_drafter(target_config, kind, options)

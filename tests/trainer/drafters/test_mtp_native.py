@@ -24,7 +24,7 @@ from trainer.batch import Batch
 from trainer.decoding.chain import decode_chain, decode_plain
 from trainer.drafters import Committed, build_drafter
 from trainer.drafters.mtp import MTPConfig
-from trainer.drafters.native_mtp import checkpoint_files, split_experts
+from trainer.drafters.native_mtp import checkpoint_files, native_names, split_experts
 from trainer.export.stitch import stitch
 from trainer.target import FrozenTarget
 
@@ -210,6 +210,10 @@ def test_transformers_own_mtp_model_loads_the_stitched_head_and_drafts_the_same(
         mtp_cache=MtpCache(config=model.config.get_mtp_config()),
     )
     assert torch.equal(drafts, drafter.eval().propose(drafter.new_state(1), rows, frozen, 2))
+
+
+def test_a_vision_towers_layers_are_no_head():
+    assert native_names(["vision_tower.encoder.layers.26.mlp.fc1.weight", "model.layers.3.mlp.up_proj.weight"], 4) == []
 
 
 def test_what_cannot_be_stitched_or_read(tmp_path):
