@@ -57,6 +57,11 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything that was measured")
 
 
+def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    _finished_run(parser)
+    parser.add_argument("--json", action="store_true", help="print everything that was measured")
+
+
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     _finished_run(parser)
     parser.add_argument("--step", type=int, help="the checkpoint to take (default: the newest whole one)")
@@ -94,6 +99,9 @@ COMMANDS = {
     "produce": Command("one producer of hidden states", _produce_arguments, "launch.commands:produce"),
     "capture": Command("fill the folder of features of source=offline", _capture_arguments, "launch.commands:capture"),
     "evaluate": Command("decode with a trained drafter, per domain", _evaluate_arguments, "launch.commands:evaluate"),
+    "calibrate": Command(
+        "fit the confidence of a trained DSpark drafter", _calibrate_arguments, "launch.commands:calibrate"
+    ),
     "export": Command("a checkpoint → the speculator format", _export_arguments, "launch.commands:export"),
     "recipes": Command("list the recipes", _nothing, "launch.commands:recipes"),
     "doctor": Command("is this machine ready?", _nothing, "launch.commands:doctor"),

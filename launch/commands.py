@@ -130,6 +130,28 @@ def evaluate(arguments: argparse.Namespace) -> None:
     print(f"lossless: {'yes' if judged['lossless'] else 'NO'}; details in {run_dir / 'evaluation'}")
 
 
+def calibrate(arguments: argparse.Namespace) -> None:
+    from trainer.config import read_config
+    from trainer.decoding.calibrate import calibrate_run
+
+    run_dir = Path(arguments.run_dir)
+    measured = calibrate_run(read_config(run_dir / "config.yaml", arguments.overrides), run_dir)
+    if arguments.json:
+        print(json.dumps(measured, indent=2))
+        return
+    scores = ("ece", "brier", "auc")
+    print("draft  temperature  rounds  accepted" + "".join(f"  {name.upper():^15}" for name in scores))
+    for k, position in enumerate(measured["positions"], start=1):
+        before, after = position["before"], position["after"]
+        changes = "".join(f"  {_number(before[name])} → {_number(after[name])}" for name in scores)
+        print(f"{k:>5}  {position['temperature']:>11.3f}  {before['rounds']:>6,}  {before['accepted']:>8.3f}{changes}")
+    prompts = measured["prompts"]
+    print(
+        f"fitted on {prompts['fitted']} prompts, measured on {prompts['held_out']} others;"
+        f" the temperatures are in {run_dir / 'export' / 'config.json'}"
+    )
+
+
 def export(arguments: argparse.Namespace) -> None:
     from trainer.config import read_config
     from trainer.export.run import export_run
@@ -138,6 +160,10 @@ def export(arguments: argparse.Namespace) -> None:
     run_dir = Path(arguments.run_dir)
     setup = prepare_run(read_config(run_dir / "config.yaml", arguments.overrides))
     print(export_run(setup, step=arguments.step, out=Path(arguments.out) if arguments.out else None))
+
+
+def _number(value: float | None) -> str:
+    return f"{'—':>6}" if value is None else f"{value:.4f}"
 
 
 def _log_to_stderr() -> None:

@@ -32,7 +32,8 @@ class Decoded:
     "length" (max_new_tokens, or the context is full). accepted: per round, how many drafts were accepted into the text.
     judged: per round, how many of its k drafts stood where the text has a token; the others can be neither right nor
     wrong, because plain decoding writes nothing there. margins: per token, the target's highest logit minus its second
-    one; only from plain decoding.
+    one; only from plain decoding. confidence: per round, the logits with which the drafter itself foresaw that each draft is
+    accepted; only from one that has learnt to.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Decoded:
     accepted: list[int] = field(default_factory=list)
     judged: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
+    confidence: list[list[float]] = field(default_factory=list, compare=False)
 
     @property
     def rounds(self) -> int:
@@ -162,8 +164,12 @@ class _Decoding:
         step = self.target.forward(block, positions, torch.ones_like(block, dtype=torch.bool))
         choices, margins = self._choose(step.logits)  # what the target writes after each slot
         accepted = (block[:, 1:] == choices[:, :-1]).int().cumprod(dim=1).sum(dim=1)
+        foreseen = getattr(self.draft_state, "confidence", None)
+        foreseen = None if foreseen is None else foreseen.tolist()
         for i in sequences:
             self.starts[i].append(len(self.decoded[i].tokens))
+            if foreseen:
+                self.decoded[i].confidence.append(foreseen[i])
         alive = self._extend(choices.tolist(), margins, accepted.tolist())
         for row, i in enumerate(sequences):
             self.decoded[i].accepted.append(min(int(accepted[row]), len(self.decoded[i].tokens) - self.starts[i][-1]))

@@ -72,7 +72,7 @@ def evaluate(
             eos_ids=eos_ids,
         )
 
-    texts, seconds = _decode_all(prompts, cfg.batch_size, speculate, "speculative decoding")
+    texts, seconds = decode_all(prompts, cfg.batch_size, speculate, "speculative decoding")
     mismatches = [
         {"id": prompt.id, "domain": prompt.domain, **difference}
         for prompt, expected, got in zip(prompts, reference.texts, texts)
@@ -128,11 +128,11 @@ def decode_reference(model: nn.Module, prompts: Sequence[Prompt], cfg: EvaluateC
     def plain(batch: list[list[int]]) -> list[Decoded]:
         return decode_plain(model, batch, max_new_tokens=cfg.max_new_tokens, eos_ids=eos_ids)
 
-    texts, seconds = _decode_all(prompts, cfg.batch_size, plain, "plain decoding")
+    texts, seconds = decode_all(prompts, cfg.batch_size, plain, "plain decoding")
     return Reference(seconds, texts)
 
 
-def _decode_all(
+def decode_all(
     prompts: Sequence[Prompt], batch_size: int, decode: Callable[[list[list[int]]], list[Decoded]], name: str
 ) -> tuple[list[Decoded], float]:
     """Batches of prompts of similar lengths, decoded one after another; texts in the prompts' order, wall seconds."""

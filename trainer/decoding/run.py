@@ -46,7 +46,7 @@ def evaluate_run(config: RunConfig, run_dir: Path, when: str) -> dict[str, Any]:
     eos_ids = stop_ids(tokenizer, model.generation_config)
     reference = _kept_reference(folder / "reference.json", model, target, prompts, config.evaluate, eos_ids)
     result = {"when": when, **evaluate(model, tokenizer, drafter, frozen, rows, config.evaluate, reference)}
-    _write_json(folder / f"{when}.json", result)
+    write_json(folder / f"{when}.json", result)
     return result
 
 
@@ -70,12 +70,13 @@ def _kept_reference(
     except (OSError, ValueError, KeyError, TypeError):
         pass  # absent, of an earlier version or half a file: it is only made again
     reference = decode_reference(model, prompts, cfg, eos_ids)
-    _write_json(path, {"key": key, **asdict(reference)})
+    write_json(path, {"key": key, **asdict(reference)})
     return reference
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, indent: int = 1) -> None:
+    """The file is the old one or the new one, whoever is killed meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    temporary.write_text(json.dumps(value, indent=indent) + "\n")
     os.replace(temporary, path)

@@ -103,12 +103,13 @@ def choose_mask_token(tokenizer, vocab_size: int) -> tuple[int, str]:
     if vocab_size > len(tokenizer):
         return len(tokenizer), "the first row of the embedding that is no token's"
     spare = [i for text, i in tokenizer.get_added_vocab().items() if "reserved" in text or "unused" in text]
+    pad, unk, eos = tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id
     for token, why in (
         (tokenizer.mask_token_id, "the tokenizer's mask token"),
         (min(spare, default=None), "a reserved token"),
-        (tokenizer.pad_token_id, "the padding token"),
-        (tokenizer.unk_token_id, "the unknown token"),
-        (tokenizer.eos_token_id, "the end-of-text token"),
+        (pad if pad != eos else None, "the padding token"),
+        (unk if unk != eos else None, "the unknown token"),
+        (eos, "the end-of-text token"),
     ):
         if token is not None:
             return token, why
@@ -117,11 +118,15 @@ def choose_mask_token(tokenizer, vocab_size: int) -> tuple[int, str]:
 
 @dataclass
 class BlockState:
-    """Of the context that decoding has committed, S slots: which are real, and their positions. [N, S] each."""
+    """Of the context that decoding has committed, S slots: which are real, and their positions. [N, S] each.
+
+    confidence [N, k]: of the latest drafts, see `DFlash.confidence`.
+    """
 
     attentions: list[CachedBlocks]
     valid: torch.Tensor
     positions: torch.Tensor
+    confidence: torch.Tensor | None = None
 
 
 class DFlash(Drafter):
@@ -260,11 +265,18 @@ class DFlash(Drafter):
             context, block = self.seen(i, state.positions, anchors)
             attention.expect(state.valid & context, block)
         hidden = self.run_blocks(bonus, anchors, rows.taps, rows.positions, state.attentions, frozen)
-        return self.choose(hidden[:, :k], bonus, frozen)
+        drafts = self.choose(hidden[:, :k], bonus, frozen)
+        state.confidence = self.confidence(hidden[:, :k], torch.cat([bonus[:, None], drafts[:, :-1]], 1))
+        return drafts
 
     def choose(self, hidden: torch.Tensor, bonus: torch.Tensor, frozen: FrozenTarget) -> torch.Tensor:
         """The greedy drafts, int64 [N, k]."""
         return self.to_target(frozen.cap(hidden @ self.head(frozen).T).argmax(-1))
+
+    def confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor | None:
+        """hidden [..., H], previous int64 [...], the token before each draft → the logit of each draft's acceptance, given
+        that the ones before it are accepted, [...]; None if the drafter has not learnt it."""
+        return None
 
     # ---- export (speculators format, dflash)
 

@@ -102,8 +102,9 @@ class DSpark(DFlash):
         if config.confidence_weight:
             self.confidence_head = ConfidenceHead(size + rank)
 
-    def confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """hidden [..., H], previous int64 [...] → the logit of each draft's acceptance, [...]."""
+    def confidence(self, hidden, previous):
+        if self.confidence_head is None:
+            return None
         if self.markov_head is not None:
             hidden = torch.cat([hidden, self.markov_head.markov_w1(previous)], -1)
         return self.confidence_head(hidden)

@@ -63,9 +63,7 @@ class DraftAttention(nn.Module):
         k = self.k_norm(self._heads(self.k_proj(x))).transpose(-2, -3)
         return _rotate(k, *rope), self._heads(self.v_proj(x)).transpose(-2, -3)
 
-    def forward(
-        self, x: torch.Tensor, rope, attention: Attention, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope, attention: Attention, rows: torch.Tensor | None = None) -> torch.Tensor:
         k, v = self.keys_values(x, rope)
         if rows is not None:
             x, rope = x[rows], tuple(part[rows] for part in rope)

@@ -35,7 +35,11 @@ class _Merged(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         grouped = _group(q, k.shape[0]).to(wide) * scale  # [kv_heads, groups, R, d]
         wide_k, wide_v = k.to(wide), v.to(wide)
-        own = torch.stack([(grouped * key.to(wide).unsqueeze(1)).sum(-1) for key in diagonals[::2]], -1) if diagonals else None
+        own = (
+            torch.stack([(grouped * key.to(wide).unsqueeze(1)).sum(-1) for key in diagonals[::2]], -1)
+            if diagonals
+            else None
+        )
         out, logsumexp = grouped.new_empty(*grouped.shape[:-1], v.shape[-1]), torch.empty_like(grouped[..., 0])
         for rows, keys in _chunks(visible):
             scores = _scores(grouped[:, :, rows], wide_k[:, keys], visible[rows, keys])

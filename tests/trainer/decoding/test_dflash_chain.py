@@ -8,7 +8,7 @@ from transformers.generation.candidate_generator import DFlashTokenCandidateGene
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from data_pipelines.engines.anatomy import tap_hidden_states
-from tests.trainer.decoding.test_eagle3_chain import eos, frozen, from_scratch, model, prompts  # noqa: F401
+from tests.trainer.decoding.test_eagle3_chain import eos, from_scratch, frozen, model, prompts  # noqa: F401
 from trainer.batch import Batch
 from trainer.decoding.chain import decode_chain, decode_plain
 from trainer.drafters import build_drafter
@@ -38,9 +38,13 @@ def texts(model, prompts, eos):  # noqa: F811
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def drafter(request, tiny_target, model, frozen, prompts, texts):  # noqa: F811
+    return trained(CONFIGS[request.param], tiny_target, model, frozen, prompts, texts)
+
+
+def trained(config, target, model, frozen, prompts, texts):  # noqa: F811
     """On the target's own answers to these very prompts, so that many drafts will be right and some wrong."""
     torch.manual_seed(0)
-    built = build_drafter(CONFIGS[request.param], tiny_target.config, None)
+    built = build_drafter(config, target.config, None)
     batches = []
     for prompt, text in zip(prompts, texts):
         ids = torch.tensor(prompt + text)
@@ -52,7 +56,7 @@ def drafter(request, tiny_target, model, frozen, prompts, texts):  # noqa: F811
                   recorder.taps[0], recorder.final[0])
         )  # fmt: skip
     optimizer = torch.optim.AdamW(built.parameters(), lr=3e-3)
-    for _ in range(12):
+    for _ in range(20):
         for batch in batches:
             targets = built.targets(batch, frozen)
             weights = torch.tensor(built.step_weights) / built.divisors(targets.denominators).float()
@@ -86,7 +90,7 @@ def in_transformers(drafter) -> MuseGlimmerAssistantModel:
         },
         block_size=drafter.config.block_size,
         mask_token_id=drafter.config.mask_token,
-        target_layer_ids=list(drafter.taps),
+        target_layer_ids=[k - 1 for k in drafter.taps],  # theirs name a layer by its number, from 0
     )  # fmt: skip
     theirs = MuseGlimmerAssistantModel(config).eval()
     names = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}

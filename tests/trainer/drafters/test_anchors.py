@@ -82,7 +82,8 @@ class Sized(SimpleNamespace):
         (100, {"mask_token_id": 7, "eos_token_id": 1}, 7),
         (100, {"added": {"<|reserved_2|>": 92, "<|reserved_1|>": 91, "<s>": 1}, "pad_token_id": 5}, 91),
         (100, {"pad_token_id": 0, "eos_token_id": 3}, 0),
-        (100, {"eos_token_id": 3}, 3),
+        (100, {"pad_token_id": 3, "unk_token_id": 4, "eos_token_id": 3}, 4),
+        (100, {"pad_token_id": 3, "eos_token_id": 3}, 3),
     ],
 )
 def test_a_mask_token_is_chosen(rows, options, expected):

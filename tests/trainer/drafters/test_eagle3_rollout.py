@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
 from trainer.batch import round_counts
 from trainer.drafters import Committed
 from trainer.drafters.attention import RolloutAttention
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 OPTIONS = [
     {},
