@@ -21,8 +21,8 @@ demo: setup  ## the main job on a real small model, into outputs/demo
 smoke: setup  ## the same pipeline on a tiny target, in about a minute, into outputs/ci_eagle3
 	@$(BIN)/draftsmith run ci_eagle3 resume=never
 
-test: setup-test  ## all tests
-	@$(BIN)/python -m pytest
+test: setup-test  ## all tests, two files at a time
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup-test  ## ruff: rules and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

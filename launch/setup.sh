@@ -110,6 +110,9 @@ install_test() {
   pip install -e ".[$KIND,demo,test]"
   # With its dependencies it would bring torchvision and torchaudio, whose CUDA builds break beside a CPU torch.
   pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
+  # vLLM's smallest wheel, unpacked nowhere: a test reads the files in it that map drafters' configs, which are pure Python.
+  pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_24_x86_64 \
+    --dest $VENV/judges vllm-tpu==0.32.0
 }
 
 if has_gpu; then KIND=cuda; else KIND=cpu; fi

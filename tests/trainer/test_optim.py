@@ -16,7 +16,7 @@ def test_warm_up_then_cosine_down_to_the_floor():
     rates = [learning_rate(config, s, 100) for s in range(100)]
     assert rates[:10] == pytest.approx([(s + 1) / 10 for s in range(10)])
     assert rates[10] == pytest.approx(1.0) and rates[-1] == pytest.approx(0.1)
-    assert all(a > b for a, b in itertools.pairwise(rates))
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
     assert rates[10 + 89 // 2] == pytest.approx(0.55, abs=0.02)  # half-way between 1 and 0.1
 
 
