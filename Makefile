@@ -18,8 +18,8 @@ setup-test: setup  ## the same, with what the tests need
 demo: setup  ## the main job on a real small model, into outputs/demo
 	@$(BIN)/draftsmith run demo
 
-smoke: setup  ## the same pipeline on a tiny target, in about a minute, into outputs/ci_eagle3
-	@$(BIN)/draftsmith run ci_eagle3 resume=never
+smoke: setup-test  ## the whole pipeline on a tiny target, once for every drafter: a minute each
+	@$(BIN)/python -m pytest -m smoke -v -rA tests/launch/test_smoke.py
 
 test: setup-test  ## all tests, two files at a time
 	@$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -31,7 +31,7 @@ class DataConfig:
     """path: `builtin:prompts` (generated prompts), `builtin:demo` (prompts with SmolLM2's answers), a `.jsonl` file of
     rows with `messages`, or `hf:<id>[:split]` (a dataset with a `messages` column)."""
 
-    path: str = "builtin:prompts"
+    path: str = ""
     max_rows: int = 0  # 0: all (for builtin:prompts a number must be given)
     pack_tokens: int = 2048
     max_document_tokens: int = 2048
@@ -40,6 +40,11 @@ class DataConfig:
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
 
     def __post_init__(self) -> None:
+        if not self.path:
+            raise UserError(
+                "no value for data.path: there is nothing to train on",
+                fix="data.path=<conversations>.jsonl, data.path=hf:<dataset id>, or data=prompts for generated prompts",
+            )
         if self.long_documents not in ("clip", "quarantine"):
             raise UserError(f"data.long_documents={self.long_documents} is not one of clip, quarantine")
         if self.max_document_tokens > self.pack_tokens:

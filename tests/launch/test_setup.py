@@ -30,7 +30,9 @@ def script(path: Path, body: str) -> str:
 
 
 def make(clone: Path, *arguments: str) -> subprocess.CompletedProcess:
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # not `make test`'s child
+    alone = {
+        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
+    }  # not `make test`'s child
     return subprocess.run(["make", *arguments], cwd=clone, env=alone, capture_output=True, text=True, timeout=60)
 
 

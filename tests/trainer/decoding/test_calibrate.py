@@ -12,7 +12,7 @@ from speculators import SpeculatorModelConfig
 from data_pipelines.engines.anatomy import tap_hidden_states
 from data_pipelines.errors import UserError
 from launch.cli import main
-from tests.trainer.decoding.test_dflash_chain import COMMON, K, NEW, texts, trained  # noqa: F401
+from tests.trainer.decoding.test_dflash_chain import COMMON, NEW, K, texts, trained  # noqa: F401
 from tests.trainer.decoding.test_eagle3_chain import eos, frozen, model, prompts  # noqa: F401
 from trainer.config import load_config, save_config
 from trainer.decoding.calibrate import calibrate_run, halve
@@ -51,9 +51,7 @@ def test_every_round_hands_out_its_confidence(model, frozen, prompts, eos, draft
     for prompt, text in zip(prompts, together):
         assert len(text.confidence) == text.rounds and {len(c) for c in text.confidence} == {K}
         (alone,) = decode_chain(model, [prompt], drafter, frozen, **given)
-        torch.testing.assert_close(
-            torch.tensor(text.confidence), torch.tensor(alone.confidence), atol=1e-4, rtol=1e-4
-        )
+        torch.testing.assert_close(torch.tensor(text.confidence), torch.tensor(alone.confidence), atol=1e-4, rtol=1e-4)
     tapped, tokens = [], torch.tensor([prompts[0] + together[0].tokens[:1]])
     hook = drafter.norm.register_forward_hook(lambda module, inputs, out: tapped.append(out))
     n = tokens.shape[1] - 1
@@ -80,7 +78,9 @@ def test_end_to_end(run, tiny_target, capsys):
 
     measured = json.loads((run_dir / "evaluation" / "calibration.json").read_text())
     assert measured["prompts"] == {"fitted": 20, "held_out": 20}
-    assert [p["temperature"] for p in measured["positions"]] == measured["temperatures"] and len(measured["temperatures"]) == K
+    assert [p["temperature"] for p in measured["positions"]] == measured["temperatures"] and len(
+        measured["temperatures"]
+    ) == K
     first = measured["positions"][0]
     assert 0.2 < first["before"]["accepted"] < 0.98  # else there is nothing to foresee
     assert first["after"]["auc"] == pytest.approx(first["before"]["auc"]) and first["before"]["auc"] > 0.5

@@ -159,7 +159,7 @@ def gradients(drafter):
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("kind,options,mixture", LOSS_CASES, ids=str)
+@pytest.mark.parametrize("kind,options,mixture", LOSS_CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_loss_and_gradients_equal_the_literal_ones(target_config, frozen, world, kind, options, mixture, reduced):
     """Autograd through the literal drafts. (D-PACE weights and the confidence's targets are constants in both.)"""
     kept = torch.arange(0, 61, 2) if reduced else None
