@@ -66,6 +66,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     _finished_run(parser)
     parser.add_argument("--step", type=int, help="the checkpoint to take (default: the newest whole one)")
     parser.add_argument("--out", help="the folder to write (default: <run_dir>/export)")
+    parser.add_argument("--stitch", metavar="FOLDER", help="instead: a copy of the target with its MTP head replaced")
 
 
 def _produce_arguments(parser: argparse.ArgumentParser) -> None:

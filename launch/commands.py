@@ -154,11 +154,14 @@ def calibrate(arguments: argparse.Namespace) -> None:
 
 def export(arguments: argparse.Namespace) -> None:
     from trainer.config import read_config
-    from trainer.export.run import export_run
+    from trainer.export.run import export_run, stitch_run
     from trainer.setup import prepare_run
 
     run_dir = Path(arguments.run_dir)
     setup = prepare_run(read_config(run_dir / "config.yaml", arguments.overrides))
+    if arguments.stitch:
+        print(stitch_run(setup, Path(arguments.stitch), step=arguments.step))
+        return
     print(export_run(setup, step=arguments.step, out=Path(arguments.out) if arguments.out else None))
 
 

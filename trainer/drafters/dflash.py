@@ -283,6 +283,10 @@ class DFlash(Drafter):
     def export_config(self, frozen: FrozenTarget) -> dict[str, Any]:
         # vLLM takes one flag for all layers: without sliding layers it must say what the full ones are, bidirectional.
         non_causal = self.config.sliding_window_non_causal or SLIDING not in self.layer_types
+        if not non_causal and FULL in self.layer_types:
+            log.warning(
+                "vLLM would serve the full-attention layers of this drafter causal; they were trained both ways"
+            )
         return {
             "speculators_model_type": "dflash",
             "architectures": ["DFlashDraftModel"],

@@ -9,6 +9,7 @@ Letters: N blocks, K drafts per block, H width, r rank, D draft vocabulary.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,10 @@ from data_pipelines.errors import UserError
 
 from ..losses import Judged, upcast
 from ..target import FrozenTarget
-from .dflash import DFlash, DFlashConfig
+from .dflash import SLIDING, DFlash, DFlashConfig
 
 HEADS = ("vanilla", "gated", "rnn")
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -149,6 +151,12 @@ class DSpark(DFlash):
     # ---- export (speculators format, dspark)
 
     def export_config(self, frozen: FrozenTarget) -> dict[str, Any]:
+        if self.markov_head is not None and self.config.markov_head != "vanilla":
+            log.warning(
+                "vLLM serves the vanilla sequential head only; this drafter has a %s one", self.config.markov_head
+            )
+        if SLIDING in self.layer_types and self.config.sliding_window_non_causal:
+            log.warning("vLLM serves DSpark's sliding layers causal; this drafter's were trained both ways")
         return {
             **super().export_config(frozen),
             "speculators_model_type": "dspark",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
+from speculators.losses import resolve_loss_config
 
 from data_pipelines.engines import Target
 from data_pipelines.engines.anatomy import tap_hidden_states
 from data_pipelines.errors import UserError
+from tests.trainer.conftest import slice_batch
 from trainer.batch import Batch
 from trainer.drafters import build_drafter
 from trainer.drafters.base import Drafter
@@ -114,6 +117,54 @@ def test_speculators_computes_the_same(tiny_target, frozen, batch, tmp_path, var
         outputs = drafter.roll_out(pack, frozen, [rows] * STEPS)
         for output, expected in zip(outputs, logits, strict=True):
             torch.testing.assert_close(output @ drafter.head(frozen).T, expected[rows], atol=2e-4, rtol=1e-4)
+
+
+def both_losses(drafter, theirs, frozen, document: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours and speculators' KL loss on one document, in their layout: row t has x_{t+1}, the taps at t, the final state at
+    t+1 and the mask of x_{t+1}."""
+    mask = document.supervised[1:].clone()
+    mask[-1] = False  # their last target is the distribution of a token past the end of the document
+    taps = document.taps[:, list(drafter.taps)]
+    with torch.no_grad():
+        _, loss, _ = theirs(
+            hidden_states=taps[:-1].flatten(1)[None],
+            input_ids=document.input_ids[1:][None],
+            document_ids=document.document_ids[1:][None],
+            loss_mask=mask[None],
+            position_ids=document.positions[1:][None],
+            verifier_last_hidden_states=document.final[1:][None],
+            ttt_steps=STEPS,
+            ttt_step_loss_decay=drafter.config.step_weight,
+            loss_config=resolve_loss_config("kl_div", "eager"),
+        )
+        pack = replace(document, taps=taps)
+        targets = drafter.targets(pack, frozen)
+        weights = torch.tensor(drafter.step_weights) / targets.denominators
+        ours, _ = drafter(pack, targets, frozen, weights.float())
+    return ours, loss
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_loss_where_the_definitions_agree(tiny_target, frozen, batch, tmp_path, variant):
+    """One document, every token supervised. (Drafts whose teacher lies outside a reduced vocabulary: they train them.)"""
+    drafter = make_drafter(tiny_target, frozen, {"loss": "kl", "keep_unmapped": True, **VARIANTS[variant]})
+    cfg = ExportConfig(dtype="float32", verifier=tiny_target.path)
+    theirs = judge(export_drafter(drafter, frozen, tiny_target, cfg, tmp_path / "export", STEPS))
+    ours, expected = both_losses(drafter, theirs, frozen, slice_batch(batch, 0, 14))
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_where_we_differ_on_purpose(tiny_target, frozen, batch, tmp_path):
+    """They mask by the bonus token, we by the whole round: an answer that ends inside the document makes them train what
+    comes after its end, and rounds that began before it. On one that is supervised throughout the two agree (above)."""
+    drafter = make_drafter(tiny_target, frozen, {"loss": "kl"})
+    cfg = ExportConfig(dtype="float32", verifier=tiny_target.path)
+    theirs = judge(export_drafter(drafter, frozen, tiny_target, cfg, tmp_path / "export", STEPS))
+    document = slice_batch(batch, 0, 14)
+    answer = torch.zeros(14, dtype=torch.bool)
+    answer[4:10] = True
+    ours, expected = both_losses(drafter, theirs, frozen, replace(document, supervised=answer))
+    assert (ours - expected).abs() > 1e-2
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -133,3 +133,19 @@ def test_mtp_is_served_from_the_targets_own_checkpoint(mapped):
     """vLLM maps no MTP drafter in this format: it wants the head stitched into the target (`trainer/export/stitch.py`)."""
     with pytest.raises(ValueError, match="Expected one of"):
         mapped("mtp")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("dflash", {"layer_types": [SLIDING, FULL], "sliding_window_non_causal": False}, "trained both ways"),
+        ("dspark", {"layer_types": [SLIDING] * 2, "sliding_window_non_causal": True}, "trained both ways"),
+        ("dspark", {"markov_head": "gated", "markov_rank": 8}, "a gated one"),
+        ("dspark", {"markov_head": "vanilla", "markov_rank": 8}, ""),
+        ("dflash", {}, ""),
+    ],
+)
+def test_what_vllm_would_serve_otherwise_than_trained_is_said(mapped, caplog, name, options, said):
+    with caplog.at_level("WARNING"):
+        mapped(name, **BLOCK, **options)
+    assert said in caplog.text and bool(said) == bool(caplog.records)
