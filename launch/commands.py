@@ -121,13 +121,14 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
     run_dir = Path(arguments.run_dir)
     config = read_config(run_dir / "config.yaml", arguments.overrides)
-    judged = evaluate_run(config, run_dir, "before" if arguments.untrained else "after")
+    # Under a name of its own: before.json and after.json are the run's record.
+    judged = evaluate_run(config, run_dir, "before" if arguments.untrained else "after", name="asked")
     if arguments.json:
         print(json.dumps(judged, indent=2))
         return
     for name, numbers in domains(judged).items():
         print(f"{name:<16} {numbers['acceptance_length']:.3f}  over {numbers['rounds']:,} rounds")
-    print(f"lossless: {'yes' if judged['lossless'] else 'NO'}; details in {run_dir / 'evaluation'}")
+    print(f"lossless: {'yes' if judged['lossless'] else 'NO'}; details in {run_dir / 'evaluation' / 'asked.json'}")
 
 
 def calibrate(arguments: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from data_pipelines.errors import UserError
 from trainer.config import RunConfig
 
 from .doctor import GIB
+from .gpus import place, visible_gpus
 from .processes import claim_port
 
 _LEAST_FREE_GIB = 0.5
@@ -29,6 +30,12 @@ def check(config: RunConfig, run_dir: Path) -> dict[str, int]:
     """Raises UserError on the first problem. Returns the ports of the run's servers: ledger, store, metrics."""
     for folder, what in ((run_dir, "the run's folder"), (user_cache(), "the user's cache")):
         _check_writable(folder, what)
+    data = config.data.path
+    if not data.startswith(("builtin:", "hf:")) and not Path(data).exists():
+        raise UserError(
+            f"data.path={data} does not exist", fix="a .jsonl file, hf:<dataset id>, builtin:prompts or builtin:demo"
+        )
+    place(visible_gpus(), config.cluster.ranks, config.cluster.producers)
     if needs_stream(config) and config.cluster.producers < 1:
         raise UserError(
             f"cluster.producers=0 with source={config.source.name}", fix="set at least 1, or source=colocated"

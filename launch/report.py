@@ -56,7 +56,8 @@ def table(summary: dict[str, Any]) -> Table:
     rows.add_column(overflow="fold")
     for name, value in _facts(summary):
         rows.add_row(name, value)
-    for row in _acceptance(summary["acceptance"])["rows"]:
+    accepted = _acceptance(summary["acceptance"])["rows"]
+    for row in sorted(accepted, key=lambda row: row["domain"] != ALL):  # the whole first, then its parts
         rows.add_row(
             "acceptance" if row["domain"] == ALL else f"  {row['domain']}", f"{row['before']} → {row['after']}"
         )

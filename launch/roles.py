@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer.config import RunConfig
 
+from .gpus import place, visible_gpus
 from .preflight import needs_stream
 from .processes import Role
 
@@ -50,15 +51,22 @@ def ledger(run_dir: Path) -> Role:
 
 def producers(config: RunConfig) -> list[Role]:
     address = ["--ledger", config.source.ledger, "--token-file", config.source.token_file]
-    names = [f"producer-{i}" for i in range(config.cluster.producers)]
-    return [Role(name, _draftsmith("produce", *address, "--name", name), _threads(config)) for name in names]
+    _, devices = place(visible_gpus(), config.cluster.ranks, config.cluster.producers)
+    found = []
+    for i in range(config.cluster.producers):
+        name = f"producer-{i}"
+        environment = {**_threads(config), **_gpus(devices[i : i + 1])}
+        found.append(Role(name, _draftsmith("produce", *address, "--name", name), environment))
+    return found
 
 
 def captures(config: RunConfig, run_dir: Path) -> list[Role]:
     """source=offline: the producers' place is taken by processes that fill the folder of features and end."""
     count = max(1, config.cluster.producers)
     command = ["capture", "--config", str(run_dir / "config.yaml"), "--shard"]
-    return [Role(f"capture-{i}", _draftsmith(*command, f"{i}/{count}"), _threads(config)) for i in range(count)]
+    gpus = visible_gpus()  # nobody else runs yet: all of them
+    environments = [{**_threads(config), **_gpus([gpus[i % len(gpus)]] if gpus else [])} for i in range(count)]
+    return [Role(f"capture-{i}", _draftsmith(*command, f"{i}/{count}"), environments[i]) for i in range(count)]
 
 
 def trainer(config: RunConfig, run_dir: Path) -> Role:
@@ -69,11 +77,16 @@ def trainer(config: RunConfig, run_dir: Path) -> Role:
         *("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"),
         *("-m", "trainer.train", "--config", str(run_dir / "config.yaml")),
     ]
-    return Role("trainer", command, _threads(config))
+    devices, _ = place(visible_gpus(), config.cluster.ranks, config.cluster.producers)
+    return Role("trainer", command, {**_threads(config), **_gpus(devices)})
 
 
 def _draftsmith(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "launch.cli", *arguments]
+
+
+def _gpus(names: list[str]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
 
 
 def _threads(config: RunConfig) -> dict[str, str]:

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from data_pipelines.engines import resolve_target
 from data_pipelines.errors import UserError
+from trainer.checkpoint import choose_checkpoint
 from trainer.config import RunConfig, load_config, save_config
 from trainer.export.run import export_run
 from trainer.setup import RunSetup, prepare_run
@@ -50,11 +51,14 @@ def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
     with only_run_in(run_dir):
         if config.resume == "never":
             start_afresh(run_dir, screen)
-        save_config(config, run_dir / "config.yaml")
         with screen.stage("target") as note:
             note(data.describe_target(resolve_target(config.target)))
         with screen.stage("data") as note:
             setup = prepare_run(config)
+            choose_checkpoint(
+                run_dir / "checkpoints", config.resume, setup.identity
+            )  # another run's folder is left alone
+            save_config(config, run_dir / "config.yaml")
             note(data.describe(setup))
         return _learn_and_judge(setup, ports, screen)
 

@@ -78,6 +78,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         choose("resume", self.resume, ("auto", "never"), or_path=True)
+        if not self.run_dir.strip():
+            raise UserError("run_dir is empty", fix="run_dir=outputs/<name>, or leave it out")
         for key in ("epochs", "global_batch"):
             if getattr(self, key) < 1:
                 raise UserError(f"{key} is {getattr(self, key)}; it must be at least 1")
@@ -171,7 +173,9 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         merged = OmegaConf.merge(base, raw, OmegaConf.from_dotlist(list(overrides)))
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        raise UserError(_first_line(error), where=str(path)) from error
+        refused = next((o.partition("=")[0] for o in overrides if o.partition("=")[0] == error.full_key), None)
+        fix = _nearest(refused, _all_keys(name)) if refused else None
+        raise UserError(_first_line(error), where=str(path), fix=fix) from error
 
 
 def _find_recipe(recipe: str, config_dir: str | None) -> tuple[str, str]:
@@ -190,7 +194,7 @@ def _find_recipe(recipe: str, config_dir: str | None) -> tuple[str, str]:
     raise UserError(
         f"there is no recipe '{recipe}'",
         where=", ".join(map(str, folders)),
-        fix=f"{_nearest(recipe, names)} (recipes: {', '.join(names)})",
+        fix=f"{_nearest(recipe, names) or ''} (recipes: {', '.join(names)})".strip(),
     )
 
 
@@ -223,7 +227,11 @@ def _suggest(error: Exception, name: str) -> str | None:
     """The nearest right name for the key or option that Hydra refused."""
     text = f"{error} {error.__cause__ or ''}"
     if match := re.search(r"Could not override '([\w.]+)'", text):
-        return _nearest(match[1], _all_keys())
+        chosen = next((n for n, d in DRAFTERS.items() if f"'{d.Config.__name__}'" in text), None)
+        if chosen and match[1] not in (keys := _all_keys(chosen)) and match[1] in _all_keys():
+            others = [n for n in DRAFTERS if match[1] in _all_keys(n)]
+            return f"{match[1]} belongs to drafter={' and drafter='.join(others)}; {_nearest(match[1], keys)}"
+        return _nearest(match[1], _all_keys(chosen))
     if match := re.search(r"(?:Could not find|Cannot find|load) '(\w+)/(\w+)'", text):
         group = Path(conf.__path__[0]) / match[1]
         options = sorted(p.stem for p in group.glob("*.yaml")) if group.is_dir() else []
@@ -235,7 +243,8 @@ def _suggest(error: Exception, name: str) -> str | None:
     return None
 
 
-def _all_keys() -> list[str]:
+def _all_keys(drafter: str | None = None) -> list[str]:
+    """Every key of a run, dotted; those of one drafter, or of all."""
     keys: list[str] = []
 
     def walk(schema: Any, prefix: str) -> None:
@@ -251,8 +260,8 @@ def _all_keys() -> list[str]:
                 walk(nested, f"{prefix}{f.name}.")
 
     walk(RunConfig, "")
-    for drafter in DRAFTERS.values():
-        keys.extend(f"drafter.{f.name}" for f in fields(drafter.Config))
+    for chosen in [DRAFTERS[drafter]] if drafter else DRAFTERS.values():
+        keys.extend(f"drafter.{f.name}" for f in fields(chosen.Config))
     return keys
 
 

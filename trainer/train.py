@@ -49,6 +49,7 @@ def train(config: RunConfig, world: World) -> bool:
     resume_from = choose_checkpoint(checkpoints, config.resume, setup.identity)
     start = load_checkpoint(resume_from, drafter, optimizer) if resume_from else 0
     if first:
+        save_config(config, setup.run_dir / "config.yaml")  # not sooner: another run's folder is left as it is
         log.info("steps %d…%d of %d packs each", start, setup.total_steps, config.global_batch)
     source = build_source(
         config.source,
@@ -76,6 +77,8 @@ def train(config: RunConfig, world: World) -> bool:
             tracker.close()
     if done:
         write_result(setup, drafter, world)
+        if first:
+            log.info("all %d steps are done; draftsmith export %s", setup.total_steps, setup.run_dir)
     return done
 
 
@@ -85,8 +88,6 @@ def main(argv: list[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", 0))
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every poll
-    if rank == 0:
-        save_config(config, Path(config.run_dir) / "config.yaml")
     with process_group() as world:
         if config.global_batch % world.size:
             raise UserError(f"global_batch={config.global_batch} cannot be shared out evenly over {world.size} ranks")

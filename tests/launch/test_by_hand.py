@@ -75,7 +75,9 @@ def test_store_ledger_producers_and_torchrun_by_hand(tmp_path: Path, start) -> N
     assert json.loads((tmp_path / "training.json").read_text())["packs"] == 12
     assert main(["export", str(tmp_path)]) == 0
     assert (tmp_path / "export" / "model.safetensors").exists()
-    assert main(["export", str(tmp_path), "--stitch", str(tmp_path / "copy")]) == 2  # only an MTP head has a place there
+    assert (
+        main(["export", str(tmp_path), "--stitch", str(tmp_path / "copy")]) == 2
+    )  # only an MTP head has a place there
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_target_that_does_not_exist(refused: Refused, smoke: list[str]) -> Non
 
 
 def test_data_that_does_not_exist(refused: Refused, smoke: list[str]) -> None:
-    assert "data file /nowhere.jsonl does not exist" in refused(*smoke, "data.path=/nowhere.jsonl")
+    assert "data.path=/nowhere.jsonl does not exist" in refused(*smoke, "data.path=/nowhere.jsonl")
 
 
 def test_rows_without_messages_are_named_and_kept(refused: Refused, smoke: list[str], tmp_path: Path) -> None:

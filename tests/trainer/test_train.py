@@ -145,7 +145,9 @@ def test_sigterm_checkpoints_and_says_so(undisturbed, tmp_path):
 
 
 def test_another_runs_checkpoint_is_refused_naming_what_differs(undisturbed):
+    before = (undisturbed / "config.yaml").read_bytes()
     said = train(undisturbed, "optim.lr=9", "seed=3", plain=True, status=2)
+    assert (undisturbed / "config.yaml").read_bytes() == before
     assert "optim.lr: 0.002 there, 9.0 now" in said and "seed: 0 there, 3 now" in said and "Traceback" not in said
 
 

@@ -27,7 +27,7 @@ from .config import EvaluateConfig
 from .evaluate import Prompt, Reference, decode_reference, evaluate, render_prompts
 
 
-def evaluate_run(config: RunConfig, run_dir: Path, when: str) -> dict[str, Any]:
+def evaluate_run(config: RunConfig, run_dir: Path, when: str, name: str = "") -> dict[str, Any]:
     """Judge the untrained drafter (when="before") or the exported one (when="after") on config.evaluate's prompts.
 
     Everything is computed in float32, whatever was trained in: bfloat16 flips near ties, and a text would then differ
@@ -44,9 +44,11 @@ def evaluate_run(config: RunConfig, run_dir: Path, when: str) -> dict[str, Any]:
     rows = list(read_rows(config.evaluate.prompts, config.evaluate.max_prompts, config.seed))
     prompts, _ = render_prompts(rows, tokenizer, context_limit(model))
     eos_ids = stop_ids(tokenizer, model.generation_config)
-    reference = _kept_reference(folder / "reference.json", model, target, prompts, config.evaluate, eos_ids)
+    reference = _kept_reference(
+        folder / f"{name and name + '-'}reference.json", model, target, prompts, config.evaluate, eos_ids
+    )
     result = {"when": when, **evaluate(model, tokenizer, drafter, frozen, rows, config.evaluate, reference)}
-    write_json(folder / f"{when}.json", result)
+    write_json(folder / f"{name or when}.json", result)
     return result
 
 

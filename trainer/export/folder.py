@@ -19,8 +19,10 @@ def whole_folder(out: Path) -> Iterator[Path]:
     try:
         temporary.chmod(0o755)
         yield temporary
-        for path in (*temporary.rglob("*"), temporary):
+        for path in temporary.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # an engine may run as another user
             _sync(path)
+        _sync(temporary)
         if out.exists():
             earlier = temporary.with_name(f"{temporary.name}.earlier")
             out.rename(earlier)

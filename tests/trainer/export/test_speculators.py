@@ -229,6 +229,7 @@ def test_an_earlier_export_is_replaced_whole(tiny_target, frozen, tmp_path):
     assert (out / "stale").exists()  # a refused export leaves the earlier one
     export_drafter(make_drafter(tiny_target, frozen, {}), frozen, tiny_target, ExportConfig(dtype="float32"), out, 3)
     assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert all(p.stat().st_mode & 0o777 == 0o644 for p in out.iterdir())  # engines may run as another user
     assert [p.name for p in tmp_path.iterdir()] == ["export"]
 
 
