@@ -38,9 +38,8 @@ def describe(judged: dict[str, Any] | None) -> str:
     if judged is None:
         return "not asked for (evaluate=none)"
     length, rounds = judged["overall"]["acceptance_length"], judged["overall"]["rounds"]
-    speed = f", {judged['speedup']:.2f}× plain decoding" if judged["speedup"] else ""
     lossless = "lossless" if judged["lossless"] else f"NOT lossless: {len(judged['mismatches'])} texts differ"
-    return f"acceptance length {length:.2f} over {rounds:,} rounds{speed}; {lossless}"
+    return f"acceptance length {length:.2f} over {rounds:,} rounds; {lossless}"
 
 
 def summarise(
