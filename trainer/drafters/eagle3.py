@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import LlamaConfig, Qwen3Config
 
 from data_pipelines.errors import UserError
 
 from ..target import FrozenTarget
 from .base import Contract, DrafterConfig, check_taps, default_taps
-from .layers import DraftLayer, FusionLayer, Rotary, draft_layer_config, init_linears
+from .layers import QK_NORMED, DraftLayer, FusionLayer, Rotary, draft_layer_config, init_linears
 from .rollout import RolloutDrafter
 
 
@@ -57,7 +58,9 @@ class Eagle3(RolloutDrafter):
         self.step_weights = [config.step_weight**k for k in range(config.steps)]
         self.taps = self.contract(config, target_config.num_hidden_layers).taps
         self.set_vocabulary(kept, target_config.vocab_size)
-        self.layer_config = shape = draft_layer_config(target_config, config.num_layers)
+        # The two shapes that engines serve: with norms on queries and keys where the target's family has them, or without.
+        family = Qwen3Config if target_config.model_type in QK_NORMED else LlamaConfig
+        self.layer_config = shape = draft_layer_config(target_config, config.num_layers, family)
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(len(self.taps) * size, size, bias=False)
         if config.norm_before_fc:
@@ -118,7 +121,11 @@ class Eagle3(RolloutDrafter):
 
     def export_config(self, frozen: FrozenTarget) -> dict[str, Any]:
         config = self.config
-        layer = {**self.layer_config.to_diff_dict(), "model_type": "llama", "vocab_size": self.vocab_size}
+        layer = {
+            **self.layer_config.to_diff_dict(),
+            "model_type": self.layer_config.model_type,
+            "vocab_size": self.vocab_size,
+        }
         if len(self.taps) != 3:  # vLLM's Llama class assumes three otherwise
             layer["num_aux_hidden_states"] = len(self.taps)
         return {

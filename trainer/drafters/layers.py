@@ -12,6 +12,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
+# Families whose attention norms queries and keys per head.
+QK_NORMED = ("qwen3", "qwen3_moe", "qwen3_next", "gemma3", "gemma3_text")
+
 
 class Rotary(nn.Module):
     """cos and sin of positions, by transformers' own rotary embedding (it handles theta and scaling). Always fp32."""

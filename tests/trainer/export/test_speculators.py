@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.losses import resolve_loss_config
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from data_pipelines.engines import Target
 from data_pipelines.engines.anatomy import tap_hidden_states
@@ -252,3 +253,29 @@ def test_what_is_no_export(tiny_target, frozen, tmp_path):
 def test_dtype_is_checked():
     with pytest.raises(UserError, match=r"export\.dtype=int8"):
         ExportConfig(dtype="int8")
+
+
+def test_a_family_that_norms_queries_and_keys_is_followed(tiny_target, tmp_path):
+    """A Qwen3 target: its drafter has these norms, speculators builds them from the export, and the loss is the same."""
+    torch.manual_seed(5)
+    size = {key: getattr(tiny_target.config, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    heads = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    Qwen3ForCausalLM(Qwen3Config(**size, **heads, tie_word_embeddings=False)).save_pretrained(tmp_path / "target")
+    target = Target(str(tmp_path / "target"), "qwen3")
+    frozen = FrozenTarget.load(target, torch.float32)
+    drafter = make_drafter(target, frozen, {"loss": "kl", "taps": [2, 3, 5], "num_layers": 2})
+    assert {"layers.0.self_attn.q_norm.weight", "layers.1.self_attn.k_norm.weight"} <= drafter.state_dict().keys()
+    cfg = ExportConfig(dtype="float32", verifier=target.path)
+    theirs = judge(export_drafter(drafter, frozen, target, cfg, tmp_path / "export", STEPS))
+    ids, size = torch.randint(0, target.config.vocab_size, (14,)), target.config.hidden_size
+    document = Batch(
+        input_ids=ids,
+        document_ids=torch.zeros(14, dtype=torch.long),
+        positions=torch.arange(14),
+        supervised=torch.ones(14, dtype=torch.bool),
+        taps=torch.randn(14, 7, size),
+        final=torch.randn(14, size),
+    )
+    torch.testing.assert_close(*both_losses(drafter, theirs, frozen, document), atol=1e-4, rtol=1e-4)
+    again = load_export(tmp_path / "export", target.config)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in drafter.state_dict().items())
