@@ -115,7 +115,12 @@ def end_with_parent() -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        status = main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        status = 2
+    # Everything is written and closed by now. The interpreter's own teardown is skipped: threads of the store's and gloo's
+    # C++ libraries are sometimes still ending there, and then abort a rank that has done its work (seen as SIGABRT).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
