@@ -1,8 +1,8 @@
 """The processes of a run on one machine: started, watched, restarted, stopped, and never left behind.
 
 Every child leads a session of its own, so that a Ctrl-C in the terminal reaches the launcher alone, which then stops
-the children in the right order. On Linux the kernel also sends each child SIGTERM when the launcher dies without a word
-(SIGKILL, out of memory).
+the children in the right order. On Linux the kernel also kills each child when the launcher dies without a word (SIGKILL, out
+of memory): nobody is left then to wait for, and what is on disk is whole at any moment.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ _prctl = _load_prctl()  # loaded before any fork: the child does as little as po
 
 def _die_with_launcher() -> None:
     if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _descendants(root: int) -> list[tuple[int, str]]:

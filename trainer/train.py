@@ -108,9 +108,12 @@ def _parse(argv: list[str]) -> RunConfig:
 
 
 def end_with_parent() -> None:
-    """Ranks must not outlive their torchrun, even when that is killed outright (Linux only)."""
+    """Ranks must not outlive their torchrun, even when that is killed outright (Linux only).
+
+    SIGKILL, because a rank that is only asked to stop may wait for a pack that nobody will send any more.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":
