@@ -19,8 +19,8 @@ from ..config import RunConfig
 from ..export.speculators import load_export
 from ..target import FrozenTarget
 from .calibration import LEAST_IN_A_BIN, Rounds, describe, fit_temperatures
-from .chain import Decoded, context_limit, decode_chain
-from .evaluate import Prompt, decode_all, render_prompts
+from .chain import context_limit
+from .evaluate import Prompt, decode_speculatively, render_prompts
 from .run import write_json
 
 KEY = "confidence_temperatures"
@@ -53,19 +53,7 @@ def calibrate_run(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     rows = list(read_rows(config.evaluate.prompts, config.evaluate.max_prompts, config.seed))
     prompts, _ = render_prompts(rows, tokenizer, context_limit(model))
     eos_ids = stop_ids(tokenizer, model.generation_config)
-
-    def speculate(batch: list[list[int]]) -> list[Decoded]:
-        return decode_chain(
-            model,
-            batch,
-            drafter,
-            frozen,
-            draft_tokens=drafter.depth,
-            max_new_tokens=config.evaluate.max_new_tokens,
-            eos_ids=eos_ids,
-        )
-
-    texts, _ = decode_all(prompts, config.evaluate.batch_size, speculate, "decoding")
+    texts, _ = decode_speculatively(model, drafter, frozen, prompts, config.evaluate, drafter.depth, eos_ids)
     halves = halve(prompts, config.seed)
     fitted, held_out = (Rounds.of([texts[i] for i in half]) for half in halves)
     fewest = min(int(rounds.position(drafter.depth)[0].sum()) for rounds in (fitted, held_out))

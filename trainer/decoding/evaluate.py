@@ -60,19 +60,7 @@ def evaluate(
     eos_ids = stop_ids(tokenizer, model.generation_config)
     if reference is None:
         reference = decode_reference(model, prompts, cfg, eos_ids)
-
-    def speculate(batch: list[list[int]]) -> list[Decoded]:
-        return decode_chain(
-            model,
-            batch,
-            drafter,
-            frozen,
-            draft_tokens=cfg.draft_tokens,
-            max_new_tokens=cfg.max_new_tokens,
-            eos_ids=eos_ids,
-        )
-
-    texts, seconds = decode_all(prompts, cfg.batch_size, speculate, "speculative decoding")
+    texts, seconds = decode_speculatively(model, drafter, frozen, prompts, cfg, cfg.draft_tokens, eos_ids)
     mismatches = [
         {"id": prompt.id, "domain": prompt.domain, **difference}
         for prompt, expected, got in zip(prompts, reference.texts, texts)
@@ -128,11 +116,29 @@ def decode_reference(model: nn.Module, prompts: Sequence[Prompt], cfg: EvaluateC
     def plain(batch: list[list[int]]) -> list[Decoded]:
         return decode_plain(model, batch, max_new_tokens=cfg.max_new_tokens, eos_ids=eos_ids)
 
-    texts, seconds = decode_all(prompts, cfg.batch_size, plain, "plain decoding")
+    texts, seconds = _decode_all(prompts, cfg.batch_size, plain, "plain decoding")
     return Reference(seconds, texts)
 
 
-def decode_all(
+def decode_speculatively(
+    model: nn.Module,
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    prompts: Sequence[Prompt],
+    cfg: EvaluateConfig,
+    draft_tokens: int,
+    eos_ids: list[int],
+) -> tuple[list[Decoded], float]:
+    """Every prompt with `draft_tokens` drafts a round; texts in the prompts' order, wall seconds."""
+
+    def speculate(batch: list[list[int]]) -> list[Decoded]:
+        limits = {"draft_tokens": draft_tokens, "max_new_tokens": cfg.max_new_tokens, "eos_ids": eos_ids}
+        return decode_chain(model, batch, drafter, frozen, **limits)
+
+    return _decode_all(prompts, cfg.batch_size, speculate, "speculative decoding")
+
+
+def _decode_all(
     prompts: Sequence[Prompt], batch_size: int, decode: Callable[[list[list[int]]], list[Decoded]], name: str
 ) -> tuple[list[Decoded], float]:
     """Batches of prompts of similar lengths, decoded one after another; texts in the prompts' order, wall seconds."""
