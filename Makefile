@@ -4,10 +4,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo smoke test lint format clean
+.PHONY: help setup setup-test demo smoke test chaos soak bench-stream lint format clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## .venv with everything a run needs (CPU or CUDA builds, by looking at the machine)
 	@PYTHON="$(PYTHON)" bash launch/setup.sh run
@@ -23,6 +23,15 @@ smoke: setup-test  ## the whole pipeline on a tiny target, once for every drafte
 
 test: setup-test  ## all tests, two files at a time
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+chaos: setup-test  ## a run under 40 random kills, hangs and corruptions against an undisturbed one (SEED=1 FAULTS=40)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) --faults $(or $(FAULTS),40)
+
+soak: setup-test  ## many small packs through a real stream: does anything grow, is anything left? (PACKS=20000 CONSUMER=trainer)
+	@$(BIN)/python -m tests.benchmarks.soak --packs $(or $(PACKS),20000) --consumer $(or $(CONSUMER),source)
+
+bench-stream: setup-test  ## the stream's bytes and CPU seconds beside memcpy, TCP and the store alone
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.stream
 
 lint: setup-test  ## ruff: rules and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

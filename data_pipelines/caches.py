@@ -16,11 +16,12 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
 
 
-def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool = False) -> Path:
     """`folder`, filled by `build(temporary folder)` unless it is there already.
 
     Of concurrent processes one builds and the others wait. The folder appears by a rename, so that it is whole or absent
     whoever is killed; what a killed builder left is removed by the next one.
+    resumable: what a killed or failed `build` left is given to the next one instead, to go on from.
     """
     if folder.is_dir():
         return folder
@@ -29,14 +30,19 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         if folder.is_dir():
             return folder
         prefix = f".{folder.name}."
-        for stale in folder.parent.glob(prefix + "*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+        if resumable:
+            temporary = folder.with_name(prefix + "partial")
+            temporary.mkdir(exist_ok=True)
+        else:
+            for stale in folder.parent.glob(prefix + "*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
         try:
             build(temporary)
             temporary.chmod(0o755)
             temporary.rename(folder)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if not resumable:
+                shutil.rmtree(temporary, ignore_errors=True)
             raise
     return folder

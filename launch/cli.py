@@ -46,6 +46,18 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
 
 
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe(parser)
+    parser.add_argument("--rows", type=int, default=5, metavar="N", help="how many rows to show (default: 5)")
+    parser.add_argument("--quarantined", action="store_true", help="show rows that are not trained on")
+    parser.add_argument("--html", metavar="FILE", help="write a page as well")
+
+
+def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe(parser)
+    parser.add_argument("--json", action="store_true", help="print the counts, and nothing else, as JSON")
+
+
 def _regenerate_arguments(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
     parser.add_argument("--out", help="the file to write (default: <run_dir>/regenerated.jsonl)")
@@ -64,15 +76,31 @@ def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     _finished_run(parser)
-    parser.add_argument("--step", type=int, help="the checkpoint to take (default: the newest whole one)")
+    parser.add_argument(
+        "--step", type=int, help="the checkpoint to take (default: the newest; a broken one is refused)"
+    )
     parser.add_argument("--out", help="the folder to write (default: <run_dir>/export)")
     parser.add_argument("--stitch", metavar="FOLDER", help="instead: a copy of the target with its MTP head replaced")
 
 
 def _produce_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ledger", required=True, metavar="URL", help="http://host:port of the run's ledger")
-    parser.add_argument("--token-file", required=True, help="the file that holds the run's bearer token")
+    _ledger_address(parser, required=True)
     parser.add_argument("--name", help="what the ledger calls this producer (default: host and process id)")
+    parser.add_argument("--metrics-port", type=int, default=0, metavar="N", help="serve Prometheus metrics there")
+    parser.add_argument("--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="… bound to this address")
+
+
+def _status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", nargs="?", help="the folder of a run (default: the newest one in outputs/)")
+    _ledger_address(parser, required=False)
+    parser.add_argument("--watch", action="store_true", help="again every two seconds, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print everything that is known")
+
+
+def _ledger_address(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument("--ledger", required=required, metavar="URL", help="http(s)://host:port of the run's ledger")
+    parser.add_argument("--token-file", required=required, help="the file that holds the run's bearer token")
+    parser.add_argument("--ca-file", default="", metavar="PEM", help="who signed the ledger's certificate, for https")
 
 
 def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +120,11 @@ def _nothing(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "run": Command("a whole run on this machine, from prompts to the report", _run_arguments, "launch.run:command"),
-    "prepare": Command("rows → documents and packs; prints what became of them", _recipe, "launch.commands:prepare"),
+    "status": Command("how a run stands, now", _status_arguments, "launch.status:command"),
+    "prepare": Command(
+        "rows → documents and packs; prints what became of them", _prepare_arguments, "launch.prepare:command"
+    ),
+    "inspect": Command("show rows with what of them is trained on", _inspect_arguments, "launch.inspect:command"),
     "regenerate": Command(
         "let the target answer the prompts itself", _regenerate_arguments, "launch.commands:regenerate"
     ),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import socket
 from dataclasses import asdict
 from pathlib import Path
 
 from data_pipelines.errors import UserError
+from data_pipelines.logs import configure_logging
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -36,17 +36,6 @@ def recipes(arguments: argparse.Namespace) -> None:
     for path in sorted(Path(folder.__path__[0]).glob("*.yaml")):
         comment = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
         print(f"{path.stem:<16} {comment[0].partition('. ')[0] if comment else ''}")
-
-
-def prepare(arguments: argparse.Namespace) -> None:
-    from trainer.config import load_config
-    from trainer.setup import prepare_run
-
-    from .data import counts, describe
-
-    setup = prepare_run(load_config(arguments.recipe, arguments.overrides))
-    print(describe(setup))
-    print(json.dumps(counts(setup), indent=2))
 
 
 def regenerate(arguments: argparse.Namespace) -> None:
@@ -77,18 +66,39 @@ def ledger(arguments: argparse.Namespace) -> None:
         settings = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"the ledger's settings cannot be read: {error}", where=str(path)) from error
-    _log_to_stderr()
+    configure_logging("ledger")
     source = SourceConfig(**settings["source"])
-    serve(settings["host"], settings["port"], read_token(source.token_file), settings["config"], source)
+    serve(
+        settings["host"],
+        settings["port"],
+        read_token(source.token_file),
+        settings["config"],
+        source,
+        tls_cert=settings["tls_cert"],
+        tls_key=settings["tls_key"],
+    )
 
 
 def produce(arguments: argparse.Namespace) -> None:
+    from data_pipelines.stream.client import LedgerClient
     from data_pipelines.stream.messages import read_token
+
+    name = arguments.name or f"{socket.gethostname()}-{os.getpid()}"
+    configure_logging(name)
+    token = read_token(arguments.token_file)
+    client = LedgerClient(arguments.ledger, token, ca_file=arguments.ca_file, patience=120.0)
+    client.config()  # a wrong address is reported at once, before torch is loaded
+    client.close()
     from data_pipelines.stream.producer import run_producer
 
-    _log_to_stderr()
-    name = arguments.name or f"{socket.gethostname()}-{os.getpid()}"
-    run_producer(arguments.ledger, read_token(arguments.token_file), name)
+    run_producer(
+        arguments.ledger,
+        token,
+        name,
+        ca_file=arguments.ca_file,
+        metrics_host=arguments.metrics_host,
+        metrics_port=arguments.metrics_port,
+    )
 
 
 def capture(arguments: argparse.Namespace) -> None:
@@ -108,6 +118,7 @@ def capture(arguments: argparse.Namespace) -> None:
         config = load_config(arguments.recipe, arguments.overrides)
     setup = prepare_run(config)
     folder = Path(config.source.cache_dir or setup.run_dir / "features")
+    configure_logging(f"capture-{shard}")
     packs = setup.plan.packs
     done = fill(packs, build_engine(setup.target, setup.spec), setup.spec, folder, shard=int(shard), shards=int(shards))
     print(f"{folder}: {done.computed} packs computed ({done.bytes / 1e6:,.0f} MB), {done.found} were there")
@@ -158,6 +169,12 @@ def export(arguments: argparse.Namespace) -> None:
     from trainer.export.run import export_run, stitch_run
     from trainer.setup import prepare_run
 
+    for override in arguments.overrides:
+        if not override.startswith("export."):
+            raise UserError(
+                f"{override.partition('=')[0]} cannot be changed by an export: it belongs to the finished training",
+                fix="give export.* only; --out and --step are options",
+            )
     run_dir = Path(arguments.run_dir)
     setup = prepare_run(read_config(run_dir / "config.yaml", arguments.overrides))
     if arguments.stitch:
@@ -168,8 +185,3 @@ def export(arguments: argparse.Namespace) -> None:
 
 def _number(value: float | None) -> str:
     return f"{'—':>6}" if value is None else f"{value:.4f}"
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every poll

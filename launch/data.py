@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from data_pipelines.conversations.regenerate import Regenerated, agreement, regenerate_file
+from data_pipelines.conversations.dataset import regenerate_file
+from data_pipelines.conversations.greedy import agreement
+from data_pipelines.conversations.regenerate import Regenerated
 from data_pipelines.conversations.rows import read_rows
 from data_pipelines.conversations.vocabulary import coverage
 from data_pipelines.engines import Target
@@ -40,16 +42,17 @@ def counts(setup: RunSetup) -> dict[str, Any]:
         **{name: value for name, value in asdict(setup.prepared.counts).items() if name != "examples"},
         "packs": len(setup.plan.packs),
         "epochs": setup.config.epochs,
-        "draft_vocabulary": _vocabulary(setup),
+        "padding_share": setup.plan.packs.padding_share,
+        "draft_vocabulary": vocabulary(setup),
     }
 
 
-def _vocabulary(setup: RunSetup) -> str:
+def vocabulary(setup: RunSetup) -> str:
     whole = setup.target.config.vocab_size
     if setup.kept is None:
         return f"all {whole:,} tokens"
     covered = coverage(setup.prepared.documents, setup.kept, whole)
-    return f"{len(setup.kept):,} of {whole:,} tokens, {covered:.1%} of the labels"
+    return f"{len(setup.kept):,} of {whole:,} tokens cover {covered:.2%} of the labels"
 
 
 def sample_agreement(setup: RunSetup) -> dict[str, int]:
@@ -73,14 +76,4 @@ def sample_agreement(setup: RunSetup) -> dict[str, int]:
 
 def regenerate_rows(config: RunConfig, target: Target, out: Path) -> Regenerated:
     """`draftsmith regenerate`: the recipe's rows, answered by its target, as a file of rows."""
-    options = config.data.regenerate
-    return regenerate_file(
-        config.data.path,
-        out,
-        target.load_model(torch.float32),
-        target.load_tokenizer(),
-        max_rows=config.data.max_rows,
-        seed=config.seed,
-        max_new_tokens=options.max_new_tokens,
-        batch_size=options.batch_size,
-    )
+    return regenerate_file(config.data, target, out, config.seed)

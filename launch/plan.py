@@ -29,9 +29,10 @@ def show_plan(config: RunConfig, screen: Screen) -> None:
 
 
 def planned_roles(config: RunConfig, run_dir: Path) -> list[Role]:
-    """The roles with the ports that the configuration fixes; a port that will be chosen at the start reads 0."""
+    """The roles with the ports that the configuration fixes; others are chosen when the run starts."""
     cluster = config.cluster
-    ports = {"ledger": cluster.ledger_port, "store": cluster.store_port, "metrics": cluster.metrics_port}
+    given = {"ledger": cluster.ledger_port, "store": cluster.store_port, "metrics": cluster.metrics_port}
+    ports = {name: port or "ANY_FREE_PORT" for name, port in given.items()}
     connected = roles.connect(config, run_dir, ports)
     planned = []
     if needs_master(config):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import ssl
 import tempfile
 from pathlib import Path
 
@@ -52,6 +54,7 @@ def check(config: RunConfig, run_dir: Path) -> dict[str, int]:
         )
     if not needs_stream(config):
         return {}
+    check_tls(config)
     cluster = config.cluster
     ports = {"ledger": claim_port("cluster.ledger_port", cluster.host, cluster.ledger_port)}
     if needs_master(config):
@@ -60,10 +63,41 @@ def check(config: RunConfig, run_dir: Path) -> dict[str, int]:
         find_master()
         for name in ("store", "metrics"):
             ports[name] = claim_port(f"cluster.{name}_port", cluster.host, getattr(cluster, f"{name}_port"))
-    fixed = [port for port in ports.values()]
-    if len(set(fixed)) < len(fixed):
-        raise UserError(f"two servers would share a port: {ports}", fix="give each its own, or 0 for any free port")
+    taken = {**ports, **_metrics_ports(config)}
+    if len(set(taken.values())) < len(taken):
+        raise UserError(f"two servers would share a port: {taken}", fix="give each its own, or 0 for any free port")
     return ports
+
+
+def check_tls(config: RunConfig) -> None:
+    """Raises UserError unless the certificate can be read and the key is the one that belongs to it."""
+    cert, key = config.cluster.tls_cert, config.cluster.tls_key
+    if not cert:
+        return
+    named = {"cluster.tls_cert": cert, "cluster.tls_key": key, "source.ca_file": config.source.ca_file}
+    for name, path in named.items():
+        if path and not os.access(path, os.R_OK):
+            what = "cannot be read" if Path(path).exists() else "does not exist"
+            raise UserError(f"{name}={path} {what}", fix="name a PEM file, or leave cluster.tls_* out for plain http")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise UserError(
+            f"the ledger cannot use its certificate and key: {error}",
+            where=f"{cert}, {key}",
+            fix="PEM files of a certificate (with its chain) and of its own key, which has no password",
+        ) from error
+
+
+def _metrics_ports(config: RunConfig) -> dict[str, int]:
+    """The ports that ranks and producers will open, checked to be free."""
+    cluster, found = config.cluster, {}
+    for role, count in (("trainer", cluster.ranks), ("producer", cluster.producers)):
+        key = f"cluster.{role}_metrics_port"
+        first = getattr(cluster, f"{role}_metrics_port")
+        for i in range(count if first else 0):
+            found[f"{role} {i}"] = claim_port(key, cluster.host, first + i)
+    return found
 
 
 def _check_writable(folder: Path, what: str) -> None:

@@ -14,12 +14,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_pipelines.errors import UserError
 
-USER_ERROR = 2  # exit status of a child that printed `error: …`; starting it again would end the same way
+from .failures import Ending, ending, failure
+
+HEALTHY_SECONDS = 600.0  # a child that ran for as long has put its earlier troubles behind it
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,16 +49,22 @@ class Role:
 
 
 class Child:
-    """A running role. Its stdout and stderr are appended to `logs/<name>.log`."""
+    """A running role. Its stdout and stderr are appended to `logs/<name>.log`.
+
+    restarts: since it last ran for HEALTHY_SECONDS. hung: what it failed to do when it was ended for doing nothing.
+    """
 
     def __init__(self, role: Role, logs: Path):
         self.role = role
         self.log = logs / f"{role.name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.restarts = 0
+        self._failed: tuple[int, str] | None = None
         self.start()
 
     def start(self) -> None:
+        self.hung = ""
+        self.started = time.monotonic()
         with self.log.open("ab") as out:
             self.log_start = out.tell()
             self.process = subprocess.Popen(
@@ -82,14 +92,29 @@ class Child:
             log.seek(self.log_start)
             return log.read().decode(errors="replace")
 
+    def ending(self) -> Ending:
+        if self.hung:
+            return Ending(f"{self.role.name} was ended because {self.hung}", final=False)
+        return ending(self.role.name, self.process.returncode, self.said())
+
+    def failure(self, what: str) -> UserError:
+        return failure(self.role.name, str(self.log), self.said(), what)
+
+    def failed_alike(self, step: int, words: str) -> bool:
+        """Whether it ended at this step with these words the last time, too. Remembers them for the next time."""
+        alike = bool(words) and self._failed == (step, words)
+        self._failed = (step, words)
+        return alike
+
 
 class Crew:
-    """All children of a run. Helpers (store, ledger, producers) that die are started again, up to a limit."""
+    """All children of a run. One that dies is started again, up to a limit."""
 
     def __init__(self, logs: Path, max_restarts: int):
         self._logs, self._max_restarts = logs, max_restarts
         self.helpers: list[Child] = []
         self.trainer: Child | None = None
+        self.restarted: Counter[str] = Counter()  # over the whole run, by role
 
     @property
     def children(self) -> list[Child]:
@@ -106,22 +131,30 @@ class Crew:
 
     def tend(self) -> list[str]:
         """Restart the helpers that died. Returns a line for each; raises UserError when one cannot be kept alive."""
-        lines = []
-        for child in self.helpers:
-            status = child.status
-            if status is None:
-                continue
-            if status == USER_ERROR or child.restarts >= self._max_restarts:
-                again = f" after {child.restarts} restarts" if child.restarts else ""
-                raise failure(child, f"{child.role.name} {describe(status)}{again}")
-            child.restarts += 1
-            child.start()
-            lines.append(f"{child.role.name} {describe(status)}: restarted ({child.restarts} of {self._max_restarts})")
-        return lines
+        return [self.revive(child) for child in self.helpers if child.status is not None]
+
+    def revive(self, child: Child, *, step: int | None = None) -> str:
+        """Start a child that has ended again. Returns the line that says so.
+
+        step: where the training stood. Raises UserError with the child's own cause when it would end the same way: it
+        said `error: …`, failed twice at the same step with the same words, or was started often enough.
+        """
+        how = child.ending()
+        if time.monotonic() - child.started > HEALTHY_SECONDS:
+            child.restarts = 0
+        again = f" after {child.restarts} restart{'s' if child.restarts > 1 else ''}" if child.restarts else ""
+        if how.final or child.restarts >= self._max_restarts:
+            raise child.failure(f"{how.what}{again}")
+        if step is not None and child.failed_alike(step, how.words):
+            raise child.failure(f"{how.what} twice at step {step} in the same way: a third time would be no better")
+        child.restarts += 1
+        self.restarted[child.role.name] += 1
+        child.start()
+        return f"{how.what}: restarted ({child.restarts} of {self._max_restarts})"
 
     def stop(self, grace: float = 10.0) -> None:
         """End every child: SIGTERM, after `grace` seconds SIGKILL; servers when those that talk to them are gone."""
-        kin = [pid for child in self.children for pid in _descendants(child.process.pid)]
+        kin = [pid for child in self.children for pid in descendants(child.process.pid)]
         for servers in (False, True):
             wave = [child for child in self.children if child.role.server is servers]
             for child in wave:
@@ -132,57 +165,27 @@ class Crew:
             for child in wave:
                 child.signal(signal.SIGKILL)
                 child.process.wait()
-        for pid, started in kin:  # what a child started itself and did not take along
-            if started and _start_time(pid) == started:
-                os.kill(pid, signal.SIGKILL)
+        _end(kin)  # what a child started itself and did not take along
 
 
-def failure(child: Child, what: str) -> UserError:
-    """The cause, from what the child said last: its own `error: …` if it printed one, else the end of its log."""
-    lines = [line for line in child.said().splitlines() if line.strip()]
-    own = _user_error(lines)
-    if own is not None:
-        own.where = "; ".join(filter(None, [own.where, f"said by {child.role.name}, in {child.log}"]))
-        return own
-    tail = "\n".join(f"  | {line[:200]}" for line in _cause(lines))
-    return UserError(f"{what}\n{tail}" if tail else what, where=str(child.log), fix="the log has the whole story")
+def end_hung(child: Child, process: subprocess.Popen, why: str) -> None:
+    """SIGKILL for a child that does nothing, with all that it started. May be called from any thread.
 
-
-def _user_error(lines: list[str]) -> UserError | None:
-    """The first `error: …` block that was printed with the command line's format, parsed back.
-
-    The first, because the other ranks then fail for want of the one that stopped.
+    process: the life of the child that was judged; a later one is left alone.
     """
-    for i, line in enumerate(lines):
-        if line.startswith("error: "):
-            what, places = [line.removeprefix("error: ")], {}
-            for follower in lines[i + 1 :]:
-                key, _, value = follower.removeprefix("  ").partition(":")
-                if key in ("where", "fix"):
-                    places[key] = value.strip()
-                elif not follower.startswith("  ") or places:
-                    break
-                else:
-                    what.append(follower)
-            return UserError("\n".join(what), where=places.get("where"), fix=places.get("fix"))
-    return None
+    if child.process is not process or process.poll() is not None:
+        return
+    child.hung = why
+    kin = descendants(process.pid)
+    process.kill()
+    _end(kin)
 
 
-def _cause(lines: list[str], room: int = 12) -> list[str]:
-    """The lines that say why: the first traceback's end if there is one, else the last lines."""
-    for i, line in enumerate(lines):
-        if "Traceback (most recent call last)" in line:
-            for j in range(i + 1, len(lines)):
-                text = lines[j].partition("]: ")[2] if lines[j].startswith("[rank") else lines[j]
-                if text and not text.startswith((" ", "Traceback")):
-                    return lines[max(i, j - room + 1) : j + 1]
-    return lines[-room:]
-
-
-def describe(status: int) -> str:
-    if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"exited with status {status}"
+def _end(kin: list[tuple[int, str]]) -> None:
+    for pid, started in kin:
+        if started and _start_time(pid) == started:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def free_port(host: str) -> int:
@@ -223,21 +226,25 @@ def _die_with_launcher() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _descendants(root: int) -> list[tuple[int, str]]:
+def descendants(root: int) -> list[tuple[int, str]]:
     """(pid, start time) of every process below `root`. Linux only; elsewhere nothing is found."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError, ValueError):
-            continue
-        children.setdefault(parent, []).append(int(folder.name))
+        children.setdefault(parent_of(int(folder.name)), []).append(int(folder.name))
     found, todo = [], [root]
     while todo:
         for pid in children.get(todo.pop(), []):
             found.append((pid, _start_time(pid)))
             todo.append(pid)
     return found
+
+
+def parent_of(pid: int) -> int:
+    """0 if there is no such process. Linux only."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def _start_time(pid: int) -> str:

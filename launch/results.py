@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint import newest_step
 from trainer.decoding.run import evaluate_run
 from trainer.setup import RunSetup
 
@@ -22,6 +23,14 @@ def judge(setup: RunSetup, when: str) -> dict[str, Any] | None:
     weights = setup.identity if when == "before" else [training(setup.run_dir)["weights_sha256"], asdict(config.export)]
     depends_on = [weights, asdict(config.evaluate), setup.target.fingerprint]
     return remembered(setup.run_dir, when, depends_on, lambda: evaluate_run(config, setup.run_dir, when))
+
+
+def finished(run_dir: Path, total: int) -> bool:
+    """Whether the trainer has left its last checkpoint and its account of all `total` steps."""
+    try:
+        return newest_step(run_dir) == total == training(run_dir)["steps"]
+    except (OSError, ValueError):  # not written yet, or not to its end
+        return False
 
 
 def training(run_dir: Path) -> dict[str, Any]:

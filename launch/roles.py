@@ -19,9 +19,15 @@ def connect(config: RunConfig, run_dir: Path, ports: dict[str, int]) -> RunConfi
     """The configuration with the addresses that the children need: of the ledger, its token, the store."""
     if not needs_stream(config):
         return config
-    host = config.cluster.host
-    token_file = str((run_dir / "ledger.token").resolve())
-    source = replace(config.source, ledger=f"http://{host}:{ports['ledger']}", token_file=token_file)
+    cluster = config.cluster
+    host = cluster.host
+    source = replace(
+        config.source,
+        ledger=f"{'https' if cluster.tls_cert else 'http'}://{host}:{ports['ledger']}",
+        token_file=str((run_dir / "ledger.token").resolve()),
+        # A self-signed certificate is its own authority.
+        ca_file=str(Path(config.source.ca_file or cluster.tls_cert).resolve()) if cluster.tls_cert else "",
+    )
     store = config.store
     if "store" in ports:
         store = replace(store, master=f"{host}:{ports['store']}")
@@ -50,13 +56,18 @@ def ledger(run_dir: Path) -> Role:
 
 
 def producers(config: RunConfig) -> list[Role]:
-    address = ["--ledger", config.source.ledger, "--token-file", config.source.token_file]
-    _, devices = place(visible_gpus(), config.cluster.ranks, config.cluster.producers)
+    cluster, source = config.cluster, config.source
+    common = ["--ledger", source.ledger, "--token-file", source.token_file]
+    if source.ca_file:
+        common += ["--ca-file", source.ca_file]
+    _, devices = place(visible_gpus(), cluster.ranks, cluster.producers)
     found = []
-    for i in range(config.cluster.producers):
-        name = f"producer-{i}"
+    for i in range(cluster.producers):
+        own = ["--name", f"producer-{i}"]
+        if cluster.producer_metrics_port:
+            own += ["--metrics-port", str(cluster.producer_metrics_port + i), "--metrics-host", cluster.host]
         environment = {**_threads(config), **_gpus(devices[i : i + 1])}
-        found.append(Role(name, _draftsmith("produce", *address, "--name", name), environment))
+        found.append(Role(f"producer-{i}", _draftsmith("produce", *common, *own), environment))
     return found
 
 

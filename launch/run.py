@@ -26,6 +26,7 @@ from trainer.setup import RunSetup, prepare_run
 from . import data, preflight, report, results
 from .plan import show_plan
 from .processes import Stopped, Terminated
+from .records import write_atomically
 from .screen import Screen
 from .training import train
 
@@ -54,13 +55,23 @@ def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
         with screen.stage("target") as note:
             note(data.describe_target(resolve_target(config.target)))
         with screen.stage("data") as note:
-            setup = prepare_run(config)
-            choose_checkpoint(
-                run_dir / "checkpoints", config.resume, setup.identity
-            )  # another run's folder is left alone
+            setup = _prepare(config, run_dir)
             save_config(config, run_dir / "config.yaml")
             note(data.describe(setup))
         return _learn_and_judge(setup, ports, screen)
+
+
+def _prepare(config: RunConfig, run_dir: Path) -> RunSetup:
+    """Raises UserError when the folder holds another run, and then leaves everything in it as it was."""
+    quarantine = run_dir / "quarantine.jsonl"
+    before = quarantine.read_text() if quarantine.exists() else None
+    setup = prepare_run(config)
+    try:
+        choose_checkpoint(run_dir / "checkpoints", config.resume, setup.identity)
+    except UserError:
+        quarantine.unlink() if before is None else write_atomically(quarantine, before)
+        raise
+    return setup
 
 
 def _learn_and_judge(setup: RunSetup, ports: dict[str, int], screen: Screen) -> dict[str, Any]:
@@ -102,7 +113,11 @@ def next_command(config: RunConfig) -> str:
 def start_afresh(run_dir: Path, screen: Screen) -> None:
     """resume=never: what an earlier run left in this folder is removed; logs are kept."""
     left = ["checkpoints", "export", "records", "evaluation", "features", "store", "metrics.jsonl", "training.json"]
-    found = [name for name in [*left, "summary.json", "report.html", "quarantine.jsonl"] if (run_dir / name).exists()]
+    found = [
+        name
+        for name in [*left, "summary.json", "report.html", "quarantine.jsonl", "quarantined_packs.jsonl"]
+        if (run_dir / name).exists()
+    ]
     for name in found:
         path = run_dir / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()

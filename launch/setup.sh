@@ -94,6 +94,20 @@ unpack_libraries() {
   rm -rf $folder/debs
 }
 
+# Chromium and its driver, in which the ledger's status page is tested. Where there is none the test is skipped.
+test_browser() {
+  local found=no
+  for browser in chromium chromium-browser google-chrome; do command -v $browser >/dev/null && found=yes; done
+  if [ $found = yes ] && command -v chromedriver >/dev/null; then return 0; fi
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing a headless browser for the test of the status page"
+    { apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium chromium-driver; } >$VENV/browser.log 2>&1 ||
+      say "could not install chromium and chromium-driver (see $VENV/browser.log); that test will be skipped"
+  else
+    say "no chromium with chromedriver here, and only root can install it; the test of the status page will be skipped"
+  fi
+}
+
 install_run() {
   local options
   options=$(cpu_index_options)
@@ -113,6 +127,7 @@ install_test() {
   # vLLM's smallest wheel, unpacked nowhere: a test reads the files in it that map drafters' configs, which are pure Python.
   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_24_x86_64 \
     --dest $VENV/judges vllm-tpu==0.32.0
+  test_browser
 }
 
 if has_gpu; then KIND=cuda; else KIND=cpu; fi

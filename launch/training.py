@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from data_pipelines.errors import UserError
@@ -18,10 +18,13 @@ from trainer.loop import PREEMPTED
 from trainer.setup import RunSetup, prepare_run
 
 from . import roles
-from .preflight import needs_master, needs_stream
-from .processes import Child, Crew, Stopped, Terminated, describe, failure
+from .failures import describe, told_to_stop
+from .preflight import check_tls, needs_master, needs_stream
+from .processes import Child, Crew, Stopped, Terminated, end_hung
 from .records import write_atomically
+from .results import finished
 from .screen import MetricsTail, Screen, TrainingView
+from .watch import watching
 
 _CHECKPOINT_GRACE = 120.0  # seconds for the trainer to write one when the run is stopped
 _POLL = 0.2
@@ -35,8 +38,9 @@ def train(setup: RunSetup, ports: dict[str, int], screen: Screen) -> str:
     run_dir, total = setup.run_dir, setup.total_steps
     found = choose_checkpoint(run_dir / "checkpoints", setup.config.resume, setup.identity)
     done = int(found.name.removeprefix("step_")) if found else 0
-    if done == total and (run_dir / "training.json").exists():
+    if done == total and finished(run_dir, total):
         return f"all {total} steps were done already (resume=never starts afresh)"
+    (run_dir / "training.json").unlink(missing_ok=True)  # of fewer steps: not to be taken for what follows
     config = roles.connect(setup.config, run_dir, ports)
     save_config(config, run_dir / "config.yaml")
     if needs_stream(config):
@@ -47,34 +51,42 @@ def train(setup: RunSetup, ports: dict[str, int], screen: Screen) -> str:
         with screen.training(total) as view:
             if done:
                 view.say(f"going on from step {done}")
+            if needs_stream(config):
+                view.say(f"watch it: draftsmith status {run_dir} --watch")
+                view.say(f"      or: {config.source.ledger}/#token=<the text in {config.source.token_file}>")
             if config.source.name == "offline":
                 _capture(crew, config, run_dir, view)
             _start_stream(crew, config, run_dir, ports)
             trainer = crew.start_trainer(roles.trainer(config, run_dir))
-            try:
-                _watch(crew, trainer, run_dir, view)
-            except Stopped:
-                if trainer.status is None:
-                    view.say("stopping: waiting for the trainer's checkpoint (once more to stop at once)")
-                    _stop_gently(trainer)
-                raise
+            with watching(crew, config, ports):
+                try:
+                    _watch(crew, trainer, config, total, view)
+                except Stopped:
+                    if trainer.status is None:
+                        view.say("stopping: waiting for the trainer's checkpoint (once more to stop at once)")
+                        _stop_gently(trainer)
+                    raise
     except Stopped as stopped:
         raise type(stopped)(_how_to_resume(config, run_dir)) from None
     finally:
         with _uninterrupted():
             crew.stop()
-    restarts = sum(child.restarts for child in crew.helpers)
-    return f"{total - done} steps" + (f"; helpers were restarted {restarts} times" if restarts else "")
+    restarts = ", ".join(f"{name} {count}×" for name, count in sorted(crew.restarted.items()))
+    return f"{total - done} steps" + (f"; restarted: {restarts}" if restarts else "")
 
 
 def write_ledger_settings(config: RunConfig, setup: RunSetup, ports: dict[str, int]) -> None:
     """`<run_dir>/ledger.json`: all that the ledger needs, so that it starts again in a moment, without torch."""
-    threads, lease = config.cluster.threads, config.source.lease_seconds
+    cluster, lease = config.cluster, config.source.lease_seconds
     settings = {
-        "host": config.cluster.host,
+        "host": cluster.host,
         "port": ports["ledger"],
+        "tls_cert": cluster.tls_cert and str(Path(cluster.tls_cert).resolve()),
+        "tls_key": cluster.tls_key and str(Path(cluster.tls_key).resolve()),
         "source": asdict(config.source),
-        "config": producer_config(config.target, config.store, setup.spec, threads=threads, lease_seconds=lease),
+        "config": producer_config(
+            config.target, config.store, setup.spec, threads=cluster.threads, lease_seconds=lease
+        ),
     }
     write_atomically(setup.run_dir / "ledger.json", json.dumps(settings, indent=2))
 
@@ -92,6 +104,7 @@ def begin_by_hand(config: RunConfig) -> Path:
         raise UserError(
             "the producers need the store's address", fix="start mooncake_master and add store.master=<host>:<port>"
         )
+    check_tls(config)
     setup = prepare_run(config)
     ports = {"ledger": config.cluster.ledger_port}  # the store's is in store.master
     token = setup.run_dir / "ledger.token"
@@ -114,7 +127,7 @@ def _start_stream(crew: Crew, config: RunConfig, run_dir: Path, ports: dict[str,
         try:
             wait_ready(host, ports["store"], ports["metrics"], process=master.process)
         except UserError as error:
-            raise failure(master, error.what) from error
+            raise master.failure(error.what) from error
     crew.start_helper(roles.ledger(run_dir))
     for role in roles.producers(config):
         crew.start_helper(role)
@@ -128,33 +141,41 @@ def _capture(crew: Crew, config: RunConfig, run_dir: Path, view: TrainingView) -
     while any(child.status != 0 for child in captures):
         for child in captures:
             if child.status not in (None, 0):
-                raise failure(child, f"{child.role.name} {describe(child.status)}")
+                raise child.failure(f"{child.role.name} {describe(child.status)}")
         time.sleep(_POLL)
     crew.helpers.clear()
 
 
-def _watch(crew: Crew, trainer: Child, run_dir: Path, view: TrainingView) -> None:
-    """Until the trainer has ended. A dead helper is started again meanwhile; a dead trainer ends the run."""
-    metrics = MetricsTail(run_dir / "metrics.jsonl")
+def _watch(crew: Crew, trainer: Child, config: RunConfig, total: int, view: TrainingView) -> None:
+    """Until the training is done. Whoever dies meanwhile is started again, the trainer from its newest checkpoint."""
+    run_dir = Path(config.run_dir)
+    metrics, result, patience = (
+        MetricsTail(run_dir / "metrics.jsonl"),
+        run_dir / "training.json",
+        config.cluster.hang_seconds,
+    )
+    step = 0
     while True:
         status = trainer.status
+        if status is None and patience and result.exists() and time.time() - result.stat().st_mtime > patience:
+            end_hung(trainer, trainer.process, f"it had not ended {patience:g} s after its result")
         for row in metrics.rows()[-1:]:
+            step = row["step"] + 1
             view.show(row)
-        if status == 0:
-            return
         if status is not None:
-            if _was_preempted(trainer):
+            if finished(run_dir, total):
+                if status != 0:
+                    view.say(f"{trainer.ending().what}; all its steps are done and written")
+                return
+            if told_to_stop(trainer.said(), PREEMPTED):
                 raise Terminated("the trainer was told to stop")
-            raise failure(trainer, f"the trainer {describe(status)}")
+            saved = newest_step(run_dir)
+            if saved:  # resume=<path> and resume=never said where to begin, not where to go on
+                save_config(replace(config, resume="auto"), run_dir / "config.yaml")
+            view.say(f"{crew.revive(trainer, step=step)}, going on from step {saved}")
         for line in crew.tend():
             view.say(line)
         time.sleep(_POLL)
-
-
-def _was_preempted(trainer: Child) -> bool:
-    """Whether the ranks or torchrun itself were told to stop: torchrun says so in its log only; its own status is 1."""
-    said = trainer.said()
-    return f"exitcode  : {PREEMPTED}" in said or f"got signal: {signal.SIGTERM.value}" in said
 
 
 def _stop_gently(trainer: Child) -> None:

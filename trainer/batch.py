@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from data_pipelines.features import Features
+from data_pipelines.features import Features, FeatureSpec
 from data_pipelines.packing import Pack, position_ids
 
 
@@ -16,7 +16,8 @@ class Batch:
     """One pack on the device. T tokens, A taps, width H.
 
     input_ids, document_ids, positions: int64 [T]. supervised: bool [T]. taps [T, A, H] and final [T, H]: compute dtype.
-    address: (seed, index in the plan), what this pack's random draws are seeded with.
+    address: (seed, index in the plan), what this pack's random draws are seeded with. quarantined: there are no features,
+    and nothing of it counts.
     """
 
     input_ids: torch.Tensor
@@ -26,6 +27,7 @@ class Batch:
     taps: torch.Tensor
     final: torch.Tensor
     address: tuple[int, ...] = ()
+    quarantined: bool = False
 
     def generator(self) -> torch.Generator:
         """Randomness by address, not by consumption: a resumed or re-sharded run draws the same."""
@@ -48,6 +50,13 @@ class Batch:
             final=features.final.to(device, dtype),
             address=address,
         )
+
+    @classmethod
+    def weightless(cls, pack: Pack, spec: FeatureSpec, **options) -> Batch:
+        """In the place of a pack without features: the same shapes, nothing supervised, hence no draft that counts."""
+        taps = torch.zeros(len(pack), len(spec.taps), spec.hidden_size)
+        made = cls.of(pack, Features(taps, torch.zeros(len(pack), spec.hidden_size)), **options)
+        return replace(made, supervised=torch.zeros_like(made.supervised), quarantined=True)
 
 
 def supervised_run(batch: Batch) -> torch.Tensor:

@@ -1,16 +1,15 @@
 """Checkpoints: torch's distributed checkpoint (how), and when, which and whether it is this run's (here).
 
-A checkpoint is a folder `step_<n>` that appears by a rename after everything in it was written: it is whole or absent.
-Beside the tensors it holds `run.json`: the step, and the identity of the run (the part of the config that decides the
-weights, and the plan's fingerprint).
+A checkpoint is a folder `step_<n>` that appears by a rename after everything in it was written and sealed (`seal.py`);
+none is loaded without a look at every byte.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import shutil
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,60 +27,99 @@ from torch.distributed.checkpoint.state_dict import (
 
 from data_pipelines.errors import UserError
 
-RUN_FILE = "run.json"
+from .parallel import World
+from .seal import Broken, Seal, read_seal, seal, sync_folder, verify
+
+log = logging.getLogger("trainer")
+
 FULL_DISK_BYTES = 16 * 1024**2
 
 
 @dataclass
 class CheckpointConfig:
-    """every: steps between checkpoints (one is always written at the end). keep: how many of the newest stay."""
+    """every: steps between checkpoints (one is always written at the end). keep: how many of the newest stay.
+    keep_every: those of every so many steps stay too, as milestones; 0: none."""
 
     every: int = 50
     keep: int = 2
+    keep_every: int = 0
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise UserError(f"checkpoint.keep={self.keep}; at least the newest must stay")
+        if self.keep_every < 0:
+            raise UserError(f"checkpoint.keep_every={self.keep_every}; 0 keeps no milestones")
+
+
+def saved_checkpoints(folder: Path) -> dict[int, Path]:
+    """Step → folder of every checkpoint that was once whole, oldest first. Only `verify` tells whether it still is."""
+    found = {path.name.removeprefix("step_"): path for path in folder.glob("step_*")}
+    return {int(step): found[step] for step in sorted(found) if step.isdecimal()}
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    return sorted(p.parent for p in folder.glob(f"step_*/{RUN_FILE}"))
+    """Those of a run that are whole, oldest first; reads all of them."""
+    return [path for path in saved_checkpoints(folder).values() if _damage(path) is None]
 
 
 def newest_step(run_dir: Path) -> int:
     """How many steps the newest whole checkpoint of a run holds; 0 without one."""
-    whole = whole_checkpoints(run_dir / "checkpoints")
-    return _step(whole[-1]) if whole else 0
+    return _newest_step(run_dir / "checkpoints")
+
+
+def _newest_step(folder: Path) -> int:
+    saved = saved_checkpoints(folder)
+    return next((step for step, path in reversed(saved.items()) if _damage(path) is None), 0)
 
 
 def find_checkpoint(run_dir: Path, step: int | None = None) -> Path:
-    """The newest whole checkpoint of a run, or the one of `step`. Raises UserError when it is not there."""
-    found = {_step(path): path for path in whole_checkpoints(run_dir / "checkpoints")}
-    if not found:
+    """The newest checkpoint of a run, or the one of `step`.
+
+    Raises UserError when it is not there, and when it is broken: another one would be another drafter.
+    """
+    saved = saved_checkpoints(run_dir / "checkpoints")
+    if not saved:
         raise UserError(
             "this run has no whole checkpoint", where=str(run_dir), fix="train first: draftsmith run <recipe>"
         )
-    if step is not None and step not in found:
-        there = ", ".join(map(str, found))
+    if step is not None and step not in saved:
+        there = ", ".join(map(str, saved))
         raise UserError(f"there is no checkpoint of step {step}", where=str(run_dir), fix=f"there are {there}")
-    return found[max(found) if step is None else step]
+    chosen = saved[max(saved) if step is None else step]
+    damage = _damage(chosen)
+    if damage is not None:
+        whole = [str(number) for number, path in saved.items() if path != chosen and _damage(path) is None]
+        raise UserError(
+            f"the checkpoint {chosen.name} is broken: {damage}",
+            where=str(chosen),
+            fix=f"train on to make it again, or take a whole one (step {', '.join(whole) or '– there is none'})",
+        )
+    return chosen
 
 
-def _step(checkpoint: Path) -> int:
-    return json.loads((checkpoint / RUN_FILE).read_text())["step"]
+def _damage(path: Path) -> str | None:
+    try:
+        verify(path)
+    except Broken as broken:
+        return str(broken)
+    return None
 
 
 class Checkpointer:
     """Saves in the background over a process group of its own (on the default group, an asynchronous save and FSDP's own
-    collectives deadlock). A failed save is raised at the next call of `save`, `check` or `close`."""
+    collectives deadlock). Rank 0 seals and publishes, in the background too: it reads everything once more for that. A
+    failed save is raised at the next call of `save`, `check` or `close`."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, identity: dict[str, Any]):
         self._folder, self._config, self._identity = folder, config, identity
         self._rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo")
         self._pending: tuple[int, Future] | None = None
+        self._publisher = ThreadPoolExecutor(1, "publish")
+        self._saved = -1
+        for left in folder.glob(".step_*.tmp") if self._rank == 0 else ():  # of a save that was killed
+            shutil.rmtree(left, ignore_errors=True)
 
     def due(self, step: int, total: int) -> bool:
         """After `step` steps are done."""
@@ -89,6 +127,8 @@ class Checkpointer:
 
     def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, wait: bool = False) -> None:
         self._finish()
+        if step == self._saved:
+            return
         temporary = self._folder / f".step_{step:08d}.tmp"
         if self._rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -99,15 +139,16 @@ class Checkpointer:
         try:
             if self._config.asynchronous and not wait:
                 future = dcp.async_save(state, storage_writer=writer, process_group=self._group)
-                self._pending = (step, future)
+                self._pending = (step, self._publisher.submit(self._publish_after, future, step))
             else:
                 dcp.save(state, storage_writer=writer, process_group=self._group)
                 self._publish(step)
+            self._saved = step
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             raise self._failure(step, error) from error
 
     def check(self) -> None:
-        """Publishes a background save that is done, or raises what went wrong with it."""
+        """Raises what went wrong with a background save that has ended."""
         if self._pending and self._pending[1].done():
             self._finish()
 
@@ -123,6 +164,9 @@ class Checkpointer:
             future.result()
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             raise self._failure(step, error) from error
+
+    def _publish_after(self, written: Future, step: int) -> None:
+        written.result()
         self._publish(step)
 
     def _publish(self, step: int) -> None:
@@ -131,15 +175,29 @@ class Checkpointer:
             return
         final = self._folder / f"step_{step:08d}"
         temporary = self._folder / f".step_{step:08d}.tmp"
-        (temporary / RUN_FILE).write_text(json.dumps({"step": step, "identity": self._identity}))
-        shutil.rmtree(final, ignore_errors=True)
+        seal(temporary, step, self._identity)
+        shutil.rmtree(final, ignore_errors=True)  # broken, or of steps that have just been done again
         os.replace(temporary, final)
-        for old in whole_checkpoints(self._folder)[: -self._config.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        sync_folder(self._folder)
+        self._retain(step)
+
+    def _retain(self, newest: int) -> None:
+        """Delete what the policy does not keep. The one of step `newest` was written just now, hence is good.
+
+        Those of later steps go: the run has gone back behind them, because they are broken or because it was told to, and
+        a broken one must not count as one of the newest.
+        """
+        saved = saved_checkpoints(self._folder)
+        steps = [step for step in saved if step <= newest]
+        kept = set(steps[-self._config.keep :])
+        if self._config.keep_every:
+            kept |= {step for step in steps if step % self._config.keep_every == 0}
+        for step in saved.keys() - kept:
+            shutil.rmtree(saved[step], ignore_errors=True)
 
     def _failure(self, step: int, error: BaseException) -> UserError:
-        whole = whole_checkpoints(self._folder)
-        left = f"{whole[-1].name} is whole; " if whole else ""
+        whole = _newest_step(self._folder)
+        left = f"step_{whole:08d} is whole; " if whole else ""
         reason = _reason(error, self._folder)
         if self._rank == 0:  # what was half-written only takes room
             shutil.rmtree(self._folder / f".step_{step:08d}.tmp", ignore_errors=True)
@@ -163,23 +221,18 @@ def _reason(error: BaseException, folder: Path) -> str:
 
 
 def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
-    """The checkpoint to go on from, or None to start anew.
+    """The checkpoint to go on from, every byte of it verified, or None to start anew.
 
-    resume: `auto`, `never`, or a checkpoint's path. Raises UserError when the checkpoint is of a run that would have
+    resume: `auto`, `never`, or a checkpoint's path. `auto` takes the newest whole one and warns of broken ones that it
+    passes over. Raises UserError when the named one, or every one, is broken, and when it is of a run that would have
     trained other weights, naming what differs.
     """
     if resume == "never":
         return None
-    if resume == "auto":
-        whole = whole_checkpoints(folder)
-        if not whole:
-            return None
-        path = whole[-1]
-    else:
-        path = Path(resume)
-        if not (path / RUN_FILE).exists():
-            raise UserError(f"{path} is not a whole checkpoint", fix="name a folder …/checkpoints/step_<n>")
-    saved = json.loads((path / RUN_FILE).read_text())["identity"]
+    path, found = _newest_whole(folder) if resume == "auto" else _named(Path(resume))
+    if path is None:
+        return None
+    saved = found.identity
     differing = sorted(key for key in {*saved, *identity} if saved.get(key) != identity.get(key))
     if differing:
         lines = [f"{key}: {saved.get(key)} there, {identity.get(key)} now" for key in differing[:12]]
@@ -189,6 +242,74 @@ def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any]) -> Pa
             fix="give the same values, choose another run_dir, or start anew with resume=never",
         )
     return path
+
+
+def _newest_whole(folder: Path) -> tuple[Path, Seal] | tuple[None, None]:
+    broken: list[str] = []
+    for path in reversed(saved_checkpoints(folder).values()):
+        try:
+            found = verify(path)
+        except Broken as error:
+            broken.append(f"{path.name}: {error}")
+            continue
+        for damage in broken:
+            log.warning("a checkpoint is broken and passed over: %s; going on from %s instead", damage, path.name)
+        return path, found
+    if broken:
+        raise UserError(
+            "every checkpoint of this run is broken:\n    " + "\n    ".join(broken),
+            where=str(folder),
+            fix="look after the disk; put a whole one back, or start anew with resume=never",
+        )
+    return None, None
+
+
+def _named(path: Path) -> tuple[Path, Seal]:
+    try:
+        return path, verify(path)
+    except Broken as error:
+        raise UserError(
+            f"{path} is not a whole checkpoint: {error}", fix="name a whole …/checkpoints/step_<n>, or use resume=auto"
+        ) from error
+
+
+def agree_on_checkpoint(folder: Path, resume: str, identity: dict[str, Any], world: World) -> Path | None:
+    """`choose_checkpoint` by rank 0, for all ranks: each then makes sure that it sees the very same checkpoint.
+
+    Raises UserError on every rank when rank 0 refuses, or when some rank sees another one.
+    """
+    chosen, refusal, told = None, None, [0, 0, 0]
+    if world.rank == 0:
+        try:
+            chosen = choose_checkpoint(folder, resume, identity)
+            told = [1, 0, 0] if chosen is None else [1, *_fingerprint(chosen)]
+        except UserError as error:
+            refusal = error
+    accepted, step, checksum = world.from_first(told)
+    if not accepted:
+        raise refusal or UserError("rank 0 cannot go on from the checkpoint", fix="see what rank 0 says")
+    if not checksum:
+        return None
+    path = folder / f"step_{step:08d}" if resume == "auto" else Path(resume)
+    try:
+        same = _fingerprint(path) == (step, checksum)
+    except Broken:
+        same = False
+    wrong = world.sum(torch.tensor([0.0 if same else 1.0], device=world.device))
+    if wrong.item():
+        raise UserError(
+            f"{int(wrong.item())} of {world.size} ranks do not see the checkpoint that rank 0 goes on from"
+            + ("" if same else f"; rank {world.rank} is one of them"),
+            where=str(path),
+            fix="run_dir must be a folder that all machines share",
+        )
+    return path
+
+
+def _fingerprint(path: Path) -> tuple[int, int]:
+    """The step, and a checksum that is a positive int64."""
+    found = read_seal(path)
+    return found.step, int(found.checksum, 16) >> 1 or 1
 
 
 def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
@@ -207,4 +328,4 @@ def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.O
             model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
             options=StateDictOptions(strict=True),
         )  # fmt: skip
-    return _step(path)
+    return read_seal(path).step

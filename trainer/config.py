@@ -49,7 +49,20 @@ class ClusterConfig:
     ledger_port: int = 0  # 0: any free port
     store_port: int = 0
     metrics_port: int = 0  # of the store's master
-    max_restarts: int = 3  # of each role, before the run is given up
+    trainer_metrics_port: int = 0  # rank r serves Prometheus metrics on this + r; 0: no rank does
+    producer_metrics_port: int = 0  # likewise producer i
+    tls_cert: str = ""  # PEM files: the ledger then speaks https; callers check it against source.ca_file
+    tls_key: str = ""
+    max_restarts: int = 3  # of each role, before the run is given up; forgotten after ten healthy minutes
+    hang_seconds: float = 60.0  # a process that was silent for as long is ended and started again; 0: wait for ever
+
+    def __post_init__(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise UserError(
+                "cluster.tls_cert and cluster.tls_key belong together", fix="give both, or neither for plain http"
+            )
+        if self.hang_seconds < 0:
+            raise UserError(f"cluster.hang_seconds={self.hang_seconds}; it cannot be negative")
 
 
 @dataclass
@@ -89,6 +102,14 @@ class RunConfig:
                 f"global_batch={self.global_batch} packs cannot be shared out evenly over cluster.ranks={ranks}",
                 fix=f"use a multiple of {ranks}",
             )
+        if isinstance(self.source, SourceConfig) and isinstance(self.parallel, ParallelConfig):
+            patience, timeout = self.source.patience_seconds, self.parallel.timeout_seconds
+            if self.source.name in ("stream", "hybrid") and timeout <= patience:
+                raise UserError(
+                    f"parallel.timeout_seconds={timeout:g} is not more than source.patience_seconds={patience:g}: ranks "
+                    "would give up a rank that still waits for its packs",
+                    fix=f"use parallel.timeout_seconds={patience + 60:g} or more, or a lower source.patience_seconds",
+                )
 
     @property
     def draft_config(self) -> DrafterConfig:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Iterator
 
 import torch
 
 from data_pipelines.errors import UserError
-from data_pipelines.features import Features
-from data_pipelines.packing import Pack
+from data_pipelines.logs import fields
+from data_pipelines.stream.consumer import Prefetcher
 
 from .batch import Batch
 from .checkpoint import Checkpointer
@@ -18,15 +18,23 @@ from .drafters import Drafter
 from .metrics import summarise
 from .optim import clip_gradients, learning_rate
 from .parallel import World
+from .reporting import Progress
 from .setup import RunSetup
 from .target import FrozenTarget
 from .tracking import Tracker
 
-PREEMPTED = 75  # exit status of a run that was told to stop and has written a checkpoint
+log = logging.getLogger("trainer")
+
+PREEMPTED = 75  # exit status of a run that was told to stop; all that was done is in a checkpoint
+_STOP_SECONDS = 5.0  # for which packs may still come after that
 
 
 class Trainer:
-    """One rank. `stop_requested` may be set at any time (by a signal); the ranks agree on it at their next step."""
+    """One rank. `request_stop` may be called at any time (by a signal); the ranks agree on it at their next step.
+
+    They agree in its first collective. A rank that was told to stop, and to which no pack comes, takes part in that
+    without its packs: all ranks then leave the step undone, rather than wait for packs that nobody may send any more.
+    """
 
     def __init__(
         self,
@@ -37,20 +45,33 @@ class Trainer:
         frozen: FrozenTarget,
         checkpointer: Checkpointer,
         tracker: Tracker | None,
+        progress: Progress,
+        session: str,
     ):
         self.setup, self.world, self.drafter, self.optimizer = setup, world, drafter, optimizer
         self.frozen, self.checkpointer, self.tracker = frozen, checkpointer, tracker
         self.packs_per_rank = setup.config.global_batch // world.size
-        self.stop_requested = False
+        self.progress, self.session = progress, session
+        self._stop_requested_at: float | None = None
 
-    def run(self, packs: Iterator[tuple[int, Pack, Features]], start: int) -> bool:
-        """Steps start … total_steps-1. False when it was asked to stop, and has written a checkpoint instead."""
+    def request_stop(self) -> None:
+        if self._stop_requested_at is None:
+            self._stop_requested_at = time.monotonic()
+
+    def run(self, packs: Prefetcher, start: int) -> bool:
+        """Steps start … total_steps-1. False when it was asked to stop; what was done is in a checkpoint then."""
         total = self.setup.total_steps
         for step in range(start, total):
             began, waited = time.monotonic(), packs.wait_seconds
-            batches, taken = self._take(packs)
-            targets = [self.drafter.targets(batch, self.frozen) for batch in batches]
-            weights, stopping = self._weights(targets)
+            try:
+                batches, taken = self._take(packs)
+            except TimeoutError:
+                batches, taken = None, []
+            targets = None if batches is None else [self.drafter.targets(batch, self.frozen) for batch in batches]
+            weights, stopping, undone = self._weights(targets)
+            if undone:
+                self._leave_undone(step, start)
+                return False
             sums = self._accumulate(batches, targets, weights)
             norm = clip_gradients(self.drafter.parameters(), self.setup.config.optim.max_grad_norm)
             if not math.isfinite(norm):
@@ -65,7 +86,7 @@ class Trainer:
             self.optimizer.step()
             self.optimizer.zero_grad()
             seconds = time.monotonic() - began
-            self._log(step, sums, batches, norm, rate, seconds, packs.wait_seconds - waited)
+            self._log(step, sums, batches, taken, norm, rate, seconds, packs.wait_seconds - waited)
             self.checkpointer.check()
             if self.checkpointer.due(step + 1, total) or stopping:
                 self.checkpointer.save(step + 1, self.drafter, self.optimizer, wait=stopping or step + 1 == total)
@@ -73,24 +94,40 @@ class Trainer:
                 return False
         return True
 
-    def _take(self, packs: Iterator[tuple[int, Pack, Features]]) -> tuple[list[Batch], list[int]]:
+    def _take(self, packs: Prefetcher) -> tuple[list[Batch], list[int]]:
+        """Raises TimeoutError when it was asked to stop and no pack comes."""
         batches, taken = [], []
         for _ in range(self.packs_per_rank):
-            index, pack, features = next(packs)
-            address = (self.setup.config.seed, index)
-            batches.append(Batch.of(pack, features, dtype=self.frozen.dtype, device=self.world.device, address=address))
+            index, pack, features = packs.next(self._stop_is_overdue)
+            make, address = Batch.of, (self.setup.config.seed, index)
+            if features is None:  # in quarantine: weighs nothing, but all ranks still take the same collectives
+                make, features = Batch.weightless, self.setup.spec
+            batches.append(make(pack, features, dtype=self.frozen.dtype, device=self.world.device, address=address))
             taken.append(index)
         return batches, taken
 
-    def _weights(self, targets) -> tuple[torch.Tensor, bool]:
-        """[K]: what one draft of each step weighs, from denominators summed over micro-batches and ranks; and whether any
-        rank was asked to stop (it travels with the same reduction)."""
-        sent = torch.cat([sum(t.denominators for t in targets).cpu(), torch.tensor([float(self.stop_requested)])])
-        summed = self.world.sum(sent.to(self.world.device)).cpu()
-        stop, divisors = float(summed[-1]), self.drafter.divisors(summed[:-1]).tolist()
+    def _stop_is_overdue(self) -> bool:
+        asked = self._stop_requested_at
+        return asked is not None and time.monotonic() - asked > _STOP_SECONDS
+
+    def _leave_undone(self, step: int, start: int) -> None:
+        """Every rank is here: nothing of this step was applied on any."""
+        if step > start:
+            self.checkpointer.save(step, self.drafter, self.optimizer, wait=True)
+        kept = f"{step} steps are in the checkpoint" if step else "no step was done yet"
+        log.warning("told to stop while a rank waited for packs that did not come; %s", kept)
+
+    def _weights(self, targets) -> tuple[torch.Tensor, bool, bool]:
+        """[K]: what one draft of each step weighs, from denominators summed over micro-batches and ranks; and what travels
+        with the same reduction: whether any rank was asked to stop, whether any has no packs for this step (targets is
+        None there)."""
+        mine = torch.zeros(self.drafter.depth) if targets is None else sum(t.denominators for t in targets).cpu()
+        flags = torch.tensor([self._stop_requested_at is not None, targets is None], dtype=torch.double)
+        summed = self.world.sum(torch.cat([mine.double(), flags]).to(self.world.device)).cpu()
+        (stop, undone), divisors = summed[-2:].tolist(), self.drafter.divisors(summed[:-2]).tolist()
         # FSDP averages gradients over the ranks; the loss is one sum over all of them.
         weights = [w * self.world.size / max(d, 1.0) for w, d in zip(self.drafter.step_weights, divisors)]
-        return torch.tensor(weights, device=self.world.device), stop > 0
+        return torch.tensor(weights, device=self.world.device), stop > 0, undone > 0
 
     def _accumulate(self, batches, targets, weights: torch.Tensor) -> torch.Tensor:
         """Forward and backward of every micro-batch; gradients are reduced over the ranks once, with the last one."""
@@ -102,25 +139,25 @@ class Trainer:
             sums = sums + judged
         return sums
 
-    def _log(self, step, sums, batches, norm, rate, seconds, waited) -> None:
-        tokens = sum(len(batch.input_ids) for batch in batches)
-        supervised = sum(int(batch.supervised.sum()) for batch in batches)
-        extra = torch.tensor([tokens, supervised, waited / self.world.size], dtype=torch.double)
+    def _log(self, step, sums, batches, taken, norm, rate, seconds, waited) -> None:
+        trained = [batch for batch in batches if not batch.quarantined]
+        tokens = sum(len(batch.input_ids) for batch in trained)
+        supervised = sum(int(batch.supervised.sum()) for batch in trained)
+        extra = torch.tensor([len(trained), tokens, supervised, waited / self.world.size], dtype=torch.double)
         everything = self.world.sum(torch.cat([sums.flatten(), extra.to(sums.device)])).cpu()
-        if self.tracker is None:
-            return
-        numbers = summarise(self.drafter, everything[:-3].view(sums.shape))
-        tokens, supervised, waited = everything[-3:].tolist()
-        self.tracker.log(
-            {
-                "step": step,
-                **numbers,
-                "grad_norm": norm,
-                "lr": rate,
-                "packs": self.setup.config.global_batch,
-                "tokens": int(tokens),
-                "supervised_tokens": int(supervised),
-                "seconds": seconds,
-                "wait_seconds": waited,
-            }
-        )
+        all_packs, all_tokens, all_supervised, all_waited = everything[-4:].tolist()
+        row = {
+            "step": step,
+            **summarise(self.drafter, everything[:-4].view(sums.shape)),
+            "grad_norm": norm,
+            "lr": rate,
+            "packs": int(all_packs),
+            "tokens": int(all_tokens),
+            "supervised_tokens": int(all_supervised),
+            "seconds": seconds,
+            "wait_seconds": all_waited,
+        }
+        if self.tracker is not None:
+            self.tracker.log(row)
+        self.progress.stepped(row, seconds=seconds, waited=waited, tokens=tokens)
+        log.info("step", extra=fields(step=step, packs=",".join(map(str, taken)), session=self.session))

@@ -35,7 +35,7 @@ def write_result(setup: RunSetup, drafter: Drafter, world: World) -> None:
     result = {
         "world_size": world.size,
         "steps": setup.total_steps,
-        "packs": setup.total_steps * setup.config.global_batch,
+        "packs": sum(r["packs"] for r in rows),
         "tokens": tokens,
         "supervised_tokens": sum(r["supervised_tokens"] for r in rows),
         "seconds": seconds,

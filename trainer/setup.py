@@ -28,6 +28,7 @@ from .target import FrozenTarget
 
 # What may differ between a run and its resumption: none of it decides which weights come out.
 _FREE = {"run_dir", "recipe", "resume"}
+_FREE_KEYS = {"parallel.timeout_seconds", "data.workers", "data.streaming", "data.max_quarantined_fraction"}
 _FREE_GROUPS = {"source", "store", "tracker", "cluster", "checkpoint", "evaluate", "export"}
 
 
@@ -60,6 +61,8 @@ class RunSetup:
                 flat.update({f"{key}.{name}": v for name, v in value.items()})
             else:
                 flat[key] = value
+        for key in _FREE_KEYS:
+            del flat[key]
         return json.loads(json.dumps(flat))
 
     def build_drafter(self, frozen: FrozenTarget) -> Drafter:

@@ -3,31 +3,40 @@
     torchrun --nproc-per-node 2 -m trainer.train --config-name <recipe> key=value …
 
 or, as the launcher starts it, with `--config <run_dir>/config.yaml`. Exit status: 0 done, 2 something for a person to put
-right, 75 asked to stop (SIGTERM, SIGUSR1) and checkpointed.
+right, 75 asked to stop (SIGTERM, SIGUSR1) with all that was done in a checkpoint, anything else a crash.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import logging
 import os
+import secrets
 import signal
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import torch
 
 from data_pipelines.engines import build_engine, resolve_dtype
 from data_pipelines.errors import UserError
+from data_pipelines.logs import configure_logging
+from data_pipelines.stream import quarantine
+from data_pipelines.stream.client import LedgerClient
 from data_pipelines.stream.consumer import Prefetcher
-from data_pipelines.stream.sources import build_source
+from data_pipelines.stream.messages import read_token
+from data_pipelines.stream.sources import Source, build_source
 
-from .checkpoint import Checkpointer, choose_checkpoint, load_checkpoint
+from .checkpoint import Checkpointer, agree_on_checkpoint, load_checkpoint
 from .config import RunConfig, load_config, read_config, save_config
 from .loop import PREEMPTED, Trainer
 from .optim import build_optimizer
 from .parallel import World, parallelize, process_group
+from .reporting import Progress, RankMetrics, Reporter, serve_metrics
 from .result import write_result
 from .setup import prepare_run
 from .target import FrozenTarget
@@ -46,17 +55,20 @@ def train(config: RunConfig, world: World) -> bool:
     drafter = parallelize(setup.build_drafter(frozen), config.parallel, world)
     optimizer = build_optimizer(config.optim, drafter.parameters())
     checkpoints = setup.run_dir / "checkpoints"
-    resume_from = choose_checkpoint(checkpoints, config.resume, setup.identity)
+    resume_from = agree_on_checkpoint(checkpoints, config.resume, setup.identity, world)
     start = load_checkpoint(resume_from, drafter, optimizer) if resume_from else 0
     if first:
         save_config(config, setup.run_dir / "config.yaml")  # not sooner: another run's folder is left as it is
-        log.info("steps %d…%d of %d packs each", start, setup.total_steps, config.global_batch)
+        if config.resume == "never":
+            (setup.run_dir / quarantine.FILE).unlink(missing_ok=True)
+    session = f"{world.from_first([secrets.randbits(62)])[0]:016x}"  # after which the files above hold for every rank
     source = build_source(
         config.source,
         config.store,
         setup.spec,
         setup.run_dir,
         rank=world.rank,
+        session=session,
         engine=lambda: build_engine(setup.target, setup.spec),
     )
     stop = setup.total_steps * config.global_batch
@@ -64,15 +76,20 @@ def train(config: RunConfig, world: World) -> bool:
     packs = Prefetcher(source, ((i, setup.plan[i]) for i in indices), config.source.prefetch)
     tracker = Tracker(config.tracker, setup.run_dir, config, start_step=start) if first else None
     checkpointer = Checkpointer(checkpoints, config.checkpoint, setup.identity)
-    trainer = Trainer(setup, world, drafter, optimizer, frozen, checkpointer, tracker)
+    progress = Progress(start, setup.total_steps)
+    reporter = watched(config, world, progress, source, session)
+    trainer = Trainer(setup, world, drafter, optimizer, frozen, checkpointer, tracker, progress, session)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: setattr(trainer, "stop_requested", True))
+        signal.signal(number, lambda *_: trainer.request_stop())
+    if first:
+        log.info("steps %d…%d of %d packs each", start, setup.total_steps, config.global_batch)
     try:
         done = trainer.run(packs, start)
         checkpointer.close()
     finally:
         packs.close()
         source.close()
+        reporter.close()
         if tracker:
             tracker.close()
     if done:
@@ -82,13 +99,23 @@ def train(config: RunConfig, world: World) -> bool:
     return done
 
 
+def watched(config: RunConfig, world: World, progress: Progress, source: Source, session: str) -> Reporter:
+    """What others can see of this rank: reports to the ledger, if there is one, and metrics, if there is a port for them."""
+    cluster, client = config.cluster, None
+    if cluster.trainer_metrics_port:
+        metrics = RankMetrics(progress, source.counts, world.rank)
+        serve_metrics(metrics, cluster.host, cluster.trainer_metrics_port + world.rank)
+    if config.source.name in ("stream", "hybrid"):
+        token, ca_file = read_token(config.source.token_file), config.source.ca_file
+        client = LedgerClient(config.source.ledger, token, ca_file=ca_file)
+    return Reporter(client, progress, world, session, Path(config.run_dir))
+
+
 def main(argv: list[str] | None = None) -> int:
     end_with_parent()
     config = _parse(sys.argv[1:] if argv is None else argv)
-    rank = int(os.environ.get("RANK", 0))
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every poll
-    with process_group() as world:
+    configure_logging(f"rank-{os.environ.get('RANK', 0)}")
+    with process_group(config.parallel.timeout_seconds) as world:
         if config.global_batch % world.size:
             raise UserError(f"global_batch={config.global_batch} cannot be shared out evenly over {world.size} ranks")
         return 0 if train(config, world) else PREEMPTED
@@ -107,6 +134,12 @@ def _parse(argv: list[str]) -> RunConfig:
     return load_config(options.config_name, options.overrides, options.config_dir)
 
 
+def tell_torchrun(message: str) -> None:
+    """torchrun ends with the message of the rank that failed first, below the traceback of its own."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": message, "timestamp": str(int(time.time()))}))
+
+
 def end_with_parent() -> None:
     """Ranks must not outlive their torchrun, even when that is killed outright (Linux only).
 
@@ -121,7 +154,11 @@ if __name__ == "__main__":
         status = main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        tell_torchrun(f"error: {error}")
         status = 2
+    except Exception:
+        traceback.print_exc()
+        status = 1
     # Everything is written and closed by now. The interpreter's own teardown is skipped: threads of the store's and gloo's
     # C++ libraries are sometimes still ending there, and then abort a rank that has done its work (seen as SIGABRT).
     sys.stdout.flush()

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 
+class Unrenderable(Exception):
+    """A row that cannot be trained on; the text is the reason, the same for all rows of its kind."""
+
+
 class Quarantine:
     """Collects refused rows: one JSON line {"origin", "reason", "row"} each, written to `path` as they come."""
 
@@ -15,7 +19,8 @@ class Quarantine:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, str] = {}  # reason → origin of the first row that was refused for it
-        self._file = path.open("w", encoding="utf-8")
+        # Half of a surrogate pair is no text, and backslashreplace writes just the escape that JSON has for it.
+        self._file = path.open("w", encoding="utf-8", errors="backslashreplace")
 
     def add(self, origin: str, reason: str, row: Any) -> None:
         """origin: "file:line" or the like. row: the row as it was read (the text of the line if it is no JSON)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +12,10 @@ from ..features import Features, FeatureSpec
 from .targets import Target, TargetConfig, resolve_dtype, resolve_target
 
 __all__ = ["Engine", "Target", "TargetConfig", "build_engine", "resolve_dtype", "resolve_target"]
+
+# oneDNN keeps what it has prepared for a shape; the default, 1024 of them, is more than a gigabyte where every pack has a
+# length of its own. Read when the first is made, so that it can be set here for every process that computes.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
 class Engine(Protocol):

@@ -21,8 +21,12 @@ class StoreConfig:
     device: str = ""  # RDMA devices, such as mlx5_0
     segment_bytes: int = 512 * 1024**2
     buffer_bytes: int = 128 * 1024**2  # local transfer buffer of each client
+    transfer_timeout_seconds: int = 30  # a get from a process that hangs fails after so long (Mooncake over TCP)
     path: str = ""  # filesystem: the shared folder
 
     def __post_init__(self) -> None:
         if self.name not in ("mooncake", "filesystem", "memory"):
             raise UserError(f"store.name={self.name} is not one of mooncake, filesystem, memory")
+        for key in ("segment_bytes", "buffer_bytes", "transfer_timeout_seconds"):
+            if getattr(self, key) < 1:
+                raise UserError(f"store.{key}={getattr(self, key)}; it must be at least 1")

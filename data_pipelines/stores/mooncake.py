@@ -41,7 +41,7 @@ _MEANING = {
     -801: "the store's own checksum does not match",
     -900: "the master does not answer",
 }
-_CLOSE_SECONDS = 60.0  # a read from a frozen peer ends after 30 s
+_CLOSE_SECONDS = 30.0  # beyond the time after which a read from a frozen peer ends
 
 
 class MooncakeStore:
@@ -53,7 +53,8 @@ class MooncakeStore:
     def __init__(self, config: StoreConfig, *, role: Literal["producer", "consumer"]):
         host, port = _parse_master(config.master)
         _probe(host, port)
-        library = _import_mooncake()
+        self._close_seconds = config.transfer_timeout_seconds + _CLOSE_SECONDS
+        library = _import_mooncake(config.transfer_timeout_seconds)
         self._client: Any = library.MooncakeDistributedStore()
         segment = config.segment_bytes if role == "producer" else 0
         code = self._client.setup(
@@ -86,11 +87,12 @@ class MooncakeStore:
         if code != 0:
             raise _error(code, f"put of {key} ({len(payload)} bytes)")
 
-    def get(self, key: str, size: int) -> bytes:
+    def get(self, key: str, size: int) -> memoryview:
         with self._in_use() as client:
             buffer = self._buffer(client, size)
             got = client.get_into(key, buffer.ctypes.data, size)
-            payload = buffer[:size].tobytes() if got == size else b""
+            # A copy, because a transfer that was given up may still write into the buffer, which is never freed for that.
+            payload = buffer[:size].copy().data if got == size else memoryview(b"")
         if got < 0:
             raise _error(got, f"get of {key} ({size} bytes)")
         if got != size:
@@ -109,8 +111,10 @@ class MooncakeStore:
             client, self._client = self._client, None
             if client is None:
                 return
-            if not self._idle.wait_for(lambda: self._calls == 0, timeout=_CLOSE_SECONDS):
-                raise StoreError(f"a call to Mooncake has not returned for {_CLOSE_SECONDS:.0f} s; client left open")
+            if not self._idle.wait_for(lambda: self._calls == 0, timeout=self._close_seconds):
+                raise StoreError(
+                    f"a call to Mooncake has not returned for {self._close_seconds:.0f} s; client left open"
+                )
         for buffer in self._buffers:
             client.unregister_buffer(buffer.ctypes.data)
         client.close()
@@ -185,7 +189,8 @@ def wait_ready(
     raise UserError(f"mooncake_master is not ready after {timeout:.0f} s: {reason}", where=f"{host}:{port}")
 
 
-def _import_mooncake() -> Any:
+def _import_mooncake(transfer_timeout_seconds: int) -> Any:
+    os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] = str(transfer_timeout_seconds)  # read when a client is made
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
     os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "2")  # the default blocks for 90 s
     load_libraries()

@@ -13,21 +13,32 @@ class SourceConfig:
     offline (a filled cache of files), colocated (the target runs in the trainer's process).
 
     prefetch: packs that each rank keeps wanted ahead of the one that it trains on; with the number of ranks this is the
-    window, hence the backpressure. ledger and token_file: set by the launcher, or by hand.
+    window in packs, `window_bytes` the one in bytes: what is computed and not yet consumed never takes more.
+    ledger and token_file: set by the launcher, or by hand.
     """
 
     name: str = "colocated"
     prefetch: int = 4
-    ledger: str = ""  # http://host:port
+    window_bytes: int = 0  # 0: nine tenths of the memory that the producers lend to the store
+    ledger: str = ""  # http://host:port, or https:// with cluster.tls_cert
     token_file: str = ""
+    ca_file: str = ""  # PEM file of who signed the ledger's certificate, or of a self-signed certificate itself
     cache_dir: str = ""  # offline, hybrid: the folder of feature files; empty: <run_dir>/features
     cache_bytes: int = 20 * 1024**3  # hybrid: the most that the cache may hold
     lease_seconds: float = 60.0  # a producer that has not answered by then has lost its lease
-    max_attempts: int = 3  # of one pack, before the run stops and names it
+    max_attempts: int = 3  # of one pack; what then happens to it:
+    on_poison: str = "stop"  # stop (and name it), or quarantine (train without it)
+    max_quarantined: int = 10  # packs, before the run stops after all
     patience_seconds: float = 300.0  # without any progress of the stream, before the run stops
 
     def __post_init__(self) -> None:
         if self.name not in ("stream", "hybrid", "offline", "colocated"):
             raise UserError(f"source.name={self.name} is not one of stream, hybrid, offline, colocated")
-        if self.prefetch < 1:
-            raise UserError(f"source.prefetch={self.prefetch}; it must be at least 1")
+        if self.on_poison not in ("stop", "quarantine"):
+            raise UserError(f"source.on_poison={self.on_poison} is neither stop nor quarantine")
+        for key, least in {"prefetch": 1, "max_attempts": 1, "window_bytes": 0, "max_quarantined": 0}.items():
+            if getattr(self, key) < least:
+                raise UserError(f"source.{key}={getattr(self, key)}; it must be at least {least}")
+        for key in ("lease_seconds", "patience_seconds"):
+            if not getattr(self, key) > 0:
+                raise UserError(f"source.{key}={getattr(self, key)}; it must be more than 0")

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..features import Features
 from ..packing import Pack
@@ -19,11 +19,16 @@ _WATCH_SECONDS = 1.0
 
 
 class Prefetcher:
-    """Iterate it for (index, pack, features), in the order of `items`.
+    """Iterate it for (index, pack, features), in the order of `items`; features are None for a pack in quarantine.
 
     depth: packs that are wanted or fetched but not yet handed to the loop, at most. An error in the background is
     raised by `next`, after the packs that were fetched before it, and by every `next` thereafter. `wait_seconds` is the
     time that `next` has been blocked in all: what the loop waits for data.
+
+    Memory of a rank, with P = T·(A + 1)·H·(bytes of the spec's dtype) + 8·T + 640 bytes, the payload of its longest pack
+    (`features.payload_bytes`): at most depth·P for what is fetched, P for the one that is being fetched and verified (its
+    tensors lie in the store's bytes), and the store's landing buffer, the next power of two. A source that reads files copies
+    once: 2·P. To that the loop adds the packs of the step that it works on, and the store store.buffer_bytes.
     """
 
     def __init__(self, source: Source, items: Iterable[tuple[int, Pack]], depth: int):
@@ -31,7 +36,7 @@ class Prefetcher:
             raise ValueError(f"depth is {depth}; it must be at least 1")
         self.wait_seconds = 0.0
         self._source, self._items, self._depth = source, iter(items), depth
-        self._fetched: deque[tuple[int, Pack, Features]] = deque()
+        self._fetched: deque[tuple[int, Pack, Features | None]] = deque()
         self._wanted: deque[tuple[int, Pack]] = deque()
         self._error: BaseException | None = None
         self._ended = self._closed = False
@@ -39,15 +44,23 @@ class Prefetcher:
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[tuple[int, Pack, Features]]:
+    def __iter__(self) -> Iterator[tuple[int, Pack, Features | None]]:
         return self
 
-    def __next__(self) -> tuple[int, Pack, Features]:
+    def __next__(self) -> tuple[int, Pack, Features | None]:
+        return self.next()
+
+    def next(self, give_up: Callable[[], bool] = lambda: False) -> tuple[int, Pack, Features | None]:
+        """The same, but raises TimeoutError soon after `give_up()` has become true while there is nothing to hand out."""
         began = time.monotonic()
         with self._changed:
             while not (self._fetched or self._ended or self._closed):
                 self._changed.wait(_WATCH_SECONDS)  # a bound, should the thread die without a word
-                if not self._thread.is_alive() and not self._fetched:
+                if self._fetched:
+                    break
+                if give_up():
+                    raise TimeoutError("no pack has come")
+                if not self._thread.is_alive():
                     break
             self.wait_seconds += time.monotonic() - began
             if self._closed:

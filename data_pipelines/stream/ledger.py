@@ -4,10 +4,17 @@
       ▲                 │ failed, expired   │ lost
       └─────────────────┴──────────────────┘   after max_attempts of these: failed, with every reason
 
-A *want* is one use of a pack: (index in the plan, pack id). One pack id may be wanted several times, by several ranks
-or in several epochs; each want has an object of its own in the store. Everything is in memory and can be rebuilt:
-after a restart the ranks want again what they still need, and producers remove the objects that nobody needs
-(`still_needed`).
+A *want* is one use of a pack: (session of the trainer, index in the plan, pack id). One pack id may be wanted several
+times, by several ranks or in several epochs; each want has an object of its own in the store. Everything is in memory and
+can be rebuilt: after a restart the ranks want again what they still need, and producers remove the objects that nobody
+needs (`reconcile`).
+
+A *session* is one life of the trainer. The first want of a new one makes the ledger drop everything of the one before and
+refuse its wants from then on, so that a rank that outlived its trainer can disturb nothing.
+
+The *window* bounds what is in the store, in bytes: the wanted packs are leased lowest index first, and only while the next
+one fits beside all objects that are there or under way (`used`) and those that nobody will read but whose producer has not
+yet said that they are gone (`garbage`).
 
 A plain state machine: no threads, no input or output, and the clock is an argument.
 """
@@ -17,16 +24,30 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from .board import Board
+from .crew import Crew
+from .messages import About, Report
+from .window import Window
+
 WANTED, LEASED, STORED, FAILED, UNKNOWN = "wanted", "leased", "stored", "failed", "unknown"
-_FORGET_PRODUCER_SECONDS = 600.0
+_STORE_FORGETS_SECONDS = 10.0  # Mooncake's master drops the objects of a client that has been silent for so long
+_STALL_SECONDS = 5.0  # without any movement, before objects of high indices make room for a lower one
+_TOTALS = (
+    "wanted", "leased", "stored", "consumed", "expired", "failed", "lost", "refused", "retries", "evicted", "bytes",
+    "tokens",
+)  # fmt: skip
 
 
-def want_id(index: int, pack: str) -> str:
-    """The name of one use of a pack: its place in the plan and its id."""
-    return f"{index}-{pack}"
+class Retired(Exception):
+    """A want of a session that a newer one has replaced."""
+
+
+def want_id(session: str, index: int, pack: str) -> str:
+    """The name of one use of a pack: who uses it (a trainer's session), its place in the plan and its id."""
+    return f"{session}-{index}-{pack}"
 
 
 def object_key(pack: str, lease: str) -> str:
@@ -36,17 +57,22 @@ def object_key(pack: str, lease: str) -> str:
 
 @dataclass(frozen=True)
 class Want:
-    """features: `FeatureSpec.fingerprint` of what is wanted. A producer needs input_ids [T] and lengths (Σ = T)."""
+    """session: of the trainer, new at each of its starts. features: `FeatureSpec.fingerprint` of what is wanted.
 
+    bytes: the most that the payload will have. A producer needs input_ids [T] and lengths (Σ = T).
+    """
+
+    session: str
     index: int
     pack: str
     features: str
+    bytes: int
     input_ids: list[int]
     lengths: list[int]
 
     @property
     def id(self) -> str:
-        return want_id(self.index, self.pack)
+        return want_id(self.session, self.index, self.pack)
 
 
 @dataclass(frozen=True)
@@ -84,131 +110,161 @@ class _Entry:
     state: str = WANTED
     lease: str = ""
     producer: str = ""
+    leased: float = 0.0
     deadline: float = 0.0
     key: str = ""
-    size: int = 0
+    room: int = 0  # bytes in the window: as many as may come while leased, as there are when stored
     checksum: str = ""
     reasons: list[str] = field(default_factory=list)  # one per attempt that came to nothing
 
 
-@dataclass
-class _Producer:
-    seen: float
-    stored: int = 0
-    failed: int = 0
-    expired: int = 0
-    bytes: int = 0
-
-
 class Ledger:
-    """See the module's text. `clock` gives seconds that never go back."""
+    """See the module's text. `clock` gives seconds that never go back.
 
-    def __init__(self, *, lease_seconds: float, max_attempts: int, clock: Callable[[], float]):
+    window_bytes: 0 for nine tenths of what the producers lend to the store (no limit if they lend nothing).
+    """
+
+    def __init__(self, *, lease_seconds: float, max_attempts: int, clock: Callable[[], float], window_bytes: int = 0):
         self.instance = uuid.uuid4().hex[:12]
-        self.finished = False
+        self.session, self.finished = "", False
         self._lease_seconds, self._max_attempts, self._clock = lease_seconds, max_attempts, clock
-        self._started = clock()
+        self._started = self._moved = clock()
         self._entries: dict[str, _Entry] = {}
-        self._producers: dict[str, _Producer] = {}
+        self._leases: dict[str, _Entry] = {}  # producer → what it works on
+        self._crew = Crew(clock, lease_seconds + _STORE_FORGETS_SECONDS)
+        self._window = Window(window_bytes)
+        self._retired: set[str] = set()
         self._totals: Counter[str] = Counter()
+        self._board = Board(clock)
 
     # Trainer ranks
 
     def want(self, wants: Iterable[Want]) -> None:
-        """Ask for packs. Wanting again what is known already changes nothing."""
+        """Ask for packs, of one session. Wanting again what is known already changes nothing. Raises Retired."""
         for want in wants:
+            if want.session != self.session:
+                self._begin(want.session)
             if want.id not in self._entries:
                 self._entries[want.id] = _Entry(want)
                 self._totals["wanted"] += 1
 
     def locate(self, want: str) -> Location:
         """Where a want stands; UNKNOWN after a restart of the ledger, or when it has been consumed."""
-        self._expire()
-        entry = self._entries.get(want)
-        progress = self._totals["stored"]
-        if entry is None:
+        self._pass_time()
+        e, progress = self._entries.get(want), self._totals["stored"]
+        if e is None:
             return Location(UNKNOWN, progress=progress)
-        if entry.state != STORED:
-            return Location(entry.state, reasons=list(entry.reasons), progress=progress)
-        return Location(
-            STORED, entry.key, entry.size, entry.checksum, entry.lease, reasons=list(entry.reasons), progress=progress
-        )
+        if e.state != STORED:
+            return Location(e.state, reasons=list(e.reasons), progress=progress)
+        return Location(STORED, e.key, e.room, e.checksum, e.lease, list(e.reasons), progress)
 
-    def lost(self, want: str, lease: str, reason: str) -> bool:
-        """What `lease` stored is missing, corrupt or refused: produce it again. False if it is not current."""
+    def lost(self, want: str, lease: str, reason: str, *, removed: bool = False) -> bool:
+        """What `lease` stored is missing, corrupt or refused: produce it again. False if it is not current.
+
+        removed: the rank has seen to it that the object is gone.
+        """
         entry = self._entries.get(want)
         if entry is None or entry.state != STORED or entry.lease != lease:
             return False
-        self._totals["lost"] += 1
-        self._again(entry, f"{entry.producer} stored it, but: {reason}")
+        self._again(entry, "lost", f"{entry.producer} stored it, but: {reason}", gone=removed)
         return True
 
-    def consumed(self, want: str, lease: str) -> str:
-        """The rank has what it wanted, from `lease`. Returns the key of another object made for it meanwhile, or ""."""
+    def consumed(self, want: str, lease: str, *, removed: bool = True) -> str:
+        """The rank has what it wanted, from `lease`, or does without a pack that failed.
+
+        removed: as for `lost`. Returns the key of another object made for it meanwhile, to be removed, or "".
+        """
         entry = self._entries.pop(want, None)
         if entry is None:
             return ""
+        if entry.state == FAILED:
+            self._totals["quarantined"] += 1
+            return ""
+        superfluous = entry.key if entry.state == STORED and entry.lease != lease else ""
         self._totals["consumed"] += 1
-        return entry.key if entry.state == STORED and entry.lease != lease else ""
+        self._board.consumed(entry.room or entry.want.bytes, len(entry.want.input_ids))
+        self._release(entry, gone=removed and entry.lease == lease)
+        return superfluous
+
+    def report(self, report: Report) -> None:
+        """How a rank stands, for people; of a retired session, nothing."""
+        if report.session not in self._retired:
+            self._board.report(report)
 
     # Producers
 
-    def lease(self, producer: str, features: str) -> Lease | None:
-        """The next pack for a producer of these features, lowest index first; None if there is none now.
+    def lease(self, producer: str, features: str, about: About | None = None) -> Lease | None:
+        """The next pack for a producer of these features, lowest index first; None if there is none now, or no room.
 
         A producer works on one pack at a time: if it already holds a lease, the answer to its last call was lost, and
         it gets the same pack again.
         """
-        self._expire()
-        known = self._see(producer)
-        entry = next((e for e in self._entries.values() if e.state == LEASED and e.producer == producer), None)
+        self._pass_time()
+        known = self._crew.see(producer, about)
+        entry = self._leases.get(producer)
         if entry is None:
-            ready = (e for e in self._entries.values() if e.state == WANTED and e.want.features == features)
-            entry = min(ready, key=lambda e: e.want.index, default=None)
+            entry = self._next(features)
             if entry is None:
                 return None
             self._totals["leased"] += 1
-            entry.state, entry.producer, entry.lease = LEASED, producer, uuid.uuid4().hex[:16]
+            entry.state, entry.producer, entry.leased = LEASED, producer, known.seen
+            entry.lease = uuid.uuid4().hex[:16]
+            entry.key = object_key(entry.want.pack, entry.lease)
+            self._leases[producer] = entry
+            self._occupy(entry, entry.want.bytes)
         entry.deadline = known.seen + self._lease_seconds
-        want = entry.want
-        return Lease(
-            want.id, entry.lease, want.index, want.pack, want.input_ids, want.lengths, seconds=self._lease_seconds
-        )
+        w = entry.want
+        return Lease(w.id, entry.lease, w.index, w.pack, w.input_ids, w.lengths, self._lease_seconds)
 
     def stored(self, producer: str, want: str, lease: str, size: int, checksum: str) -> bool:
         """The object of a lease is in the store. False: too late or not wanted (any more); remove the object."""
-        self._expire()
-        known = self._see(producer)
+        self._pass_time()
+        known = self._crew.see(producer)
         entry = self._entries.get(want)
         if entry is None or entry.lease != lease or entry.state not in (LEASED, STORED):
-            self._totals["refused"] += 1
+            self._refuse(producer, want)
             return False
-        if entry.state == LEASED:  # else a repeated call, whose first answer was lost
-            entry.state, entry.key = STORED, object_key(entry.want.pack, lease)
-            entry.size, entry.checksum = size, checksum
-            known.stored += 1
-            known.bytes += size
-            self._totals["stored"] += 1
-            self._totals["bytes"] += size
-            self._totals["tokens"] += len(entry.want.input_ids)
+        if entry.state == STORED:  # a repeated call, whose first answer was lost
+            return True
+        if size > (most := entry.want.bytes):
+            known.failed += 1
+            self._again(entry, "failed", f"{producer}: stored {size} bytes, more than the {most} of this pack")
+            return False
+        del self._leases[entry.producer]
+        entry.state, entry.checksum = STORED, checksum
+        self._occupy(entry, size)
+        known.stored += 1
+        known.bytes += size
+        self._totals["stored"] += 1
+        self._totals["bytes"] += size
+        self._totals["tokens"] += len(entry.want.input_ids)
         return True
 
     def failed(self, producer: str, want: str, lease: str, reason: str) -> bool:
         """The producer could not do what it leased. False if the lease is not current."""
-        self._expire()
-        known = self._see(producer)
+        self._pass_time()
+        known = self._crew.see(producer)
         entry = self._entries.get(want)
         if entry is None or entry.state != LEASED or entry.lease != lease:
+            self._refuse(producer, want)
             return False
         known.failed += 1
-        self._totals["failed"] += 1
-        self._again(entry, f"{producer}: {reason}")
+        self._again(entry, "failed", f"{producer}: {reason}")
         return True
 
-    def still_needed(self, keys: Iterable[str]) -> list[str]:
-        """Those of a producer's objects that somebody will still read. The others may be removed from the store."""
-        needed = {entry.key for entry in self._entries.values() if entry.state == STORED}
-        return [key for key in keys if key in needed]
+    def untidy(self, producer: str) -> bool:
+        """Whether the producer should `reconcile` now: it may hold objects that nobody will read."""
+        return self._window.untidy(producer)
+
+    def reconcile(self, producer: str, keys: Iterable[str]) -> list[str]:
+        """keys: of all objects that the producer may still have in the store. Returns those that will be read.
+
+        The others may be removed; saying afterwards what is left frees their room in the window.
+        """
+        self._pass_time()
+        self._crew.see(producer)
+        self._window.tidy(producer, held := set(keys))
+        return sorted(held & {entry.key for entry in self._entries.values()})
 
     # Everybody
 
@@ -216,55 +272,128 @@ class Ledger:
         """The run is over: producers are told to end."""
         self.finished = True
 
+    def window(self) -> dict[str, int]:
+        """Bytes. limit: 0 for none. used: of objects that are stored or under way. garbage: see the module's text."""
+        window = self._window
+        return {"limit": window.limit(self._crew.lent()), "used": window.used, "garbage": window.garbage}
+
     def snapshot(self) -> dict[str, Any]:
-        """The whole state in numbers, for people and for Prometheus; JSON-ready. Ages are in seconds."""
-        self._expire()
-        now = self._clock()
-        leases = {e.producer: e.want.index for e in self._entries.values() if e.state == LEASED}
-        self._producers = {
-            name: p for name, p in self._producers.items() if now - p.seen < _FORGET_PRODUCER_SECONDS or name in leases
-        }
+        """The whole state in numbers, for people and for Prometheus; JSON-ready. Times are in seconds."""
+        self._pass_time()
         states = Counter(entry.state for entry in self._entries.values())
         return {
             "instance": self.instance,
-            "uptime": now - self._started,
+            "session": self.session,
+            "uptime": self._clock() - self._started,
+            "lease_seconds": self._lease_seconds,
             "finished": self.finished,
             "packs": {state: states[state] for state in (WANTED, LEASED, STORED, FAILED)},
-            "bytes_stored": sum(e.size for e in self._entries.values() if e.state == STORED),
+            "bytes_stored": sum(e.room for e in self._entries.values() if e.state == STORED),
+            "window": self.window(),
             "next_index": min((e.want.index for e in self._entries.values()), default=None),
-            "totals": {
-                name: self._totals[name]
-                for name in (
-                    "wanted", "leased", "stored", "consumed", "expired", "failed", "lost", "refused", "bytes", "tokens",
-                )
-            },
-            "producers": [
-                {"name": name, "works_on": leases.get(name), **asdict(p), "seen": now - p.seen}
-                for name, p in sorted(self._producers.items())
-            ],
+            "totals": {name: self._totals[name] for name in _TOTALS},
+            "rates": self._board.rates(),
+            "ranks": self._board.ranks(),
+            "producers": [{**self._work_of(p["name"]), **p} for p in self._crew.describe()],
+            "curve": self._board.curve(),
+            "errors": self._board.errors(),
             "failed": [
-                {"index": e.want.index, "pack": e.want.pack, "reasons": e.reasons}
+                {"index": e.want.index, "pack": e.want.pack, "reasons": list(e.reasons)}
                 for e in self._entries.values()
                 if e.state == FAILED
             ],
-        }  # fmt: skip
+            "quarantined": self._totals["quarantined"],
+        }
 
-    def _see(self, producer: str) -> _Producer:
-        known = self._producers.setdefault(producer, _Producer(seen=self._clock()))
-        known.seen = self._clock()
-        return known
+    # Inside
 
-    def _expire(self) -> None:
+    def _begin(self, session: str) -> None:
+        if session in self._retired:
+            raise Retired(f"session {session} has been replaced by {self.session}")
+        if self.session:
+            self._retired.add(self.session)
+            for entry in self._entries.values():
+                self._release(entry)
+            self._entries.clear()
+            self.instance = uuid.uuid4().hex[:12]
+        self.session = session
+        self._board.begin(session)
+
+    def _next(self, features: str) -> _Entry | None:
+        """The wanted pack with the lowest index, if it fits into the window. No higher one overtakes it."""
+        window = self.window()
+        taken, limit = window["used"] + window["garbage"], window["limit"]
+        ready = (e for e in self._entries.values() if e.state == WANTED and e.want.features == features)
+        for entry in sorted(ready, key=lambda e: e.want.index):
+            if not limit or taken + entry.want.bytes <= limit:
+                return entry
+            if entry.want.bytes <= limit:
+                self._evict_for(entry, limit)
+                return None
+            reason = (
+                f"its {entry.want.bytes} bytes are more than the whole window of {limit}: raise source.window_bytes "
+            )
+            entry.reasons.append(reason + "or store.segment_bytes, or lower data.pack_tokens")
+            entry.state = FAILED
+            self._board.error(f"pack {entry.want.index}", entry.reasons[-1])
+        return None
+
+    def _evict_for(self, entry: _Entry, limit: int) -> None:
+        """If nothing moves any more, make objects of higher indices (made before this pack was wanted) give way.
+
+        Their ranks may all be waiting for lower packs, which would find no room for ever.
+        """
+        if self._clock() - self._moved < _STALL_SECONDS:
+            return
+        later = [e for e in self._entries.values() if e.state == STORED and e.want.index > entry.want.index]
+        too_much = self._window.used + entry.want.bytes - limit
+        if too_much > sum(e.room for e in later):
+            return  # lower packs hold the room, and will be consumed
+        for victim in sorted(later, key=lambda e: -e.want.index):
+            if too_much <= 0:
+                break
+            too_much -= victim.room
+            self._totals["evicted"] += 1
+            self._release(victim)
+
+    def _pass_time(self) -> None:
+        """Let leases expire; forget producers that are gone."""
         now = self._clock()
-        for entry in self._entries.values():
-            if entry.state == LEASED and now >= entry.deadline:
-                self._totals["expired"] += 1
-                if entry.producer in self._producers:
-                    self._producers[entry.producer].expired += 1
-                self._again(entry, f"{entry.producer} has not answered within {self._lease_seconds:g} s")
+        for entry in [e for e in self._leases.values() if now >= e.deadline]:
+            self._crew[entry.producer].expired += 1
+            self._again(entry, "expired", f"{entry.producer} has not answered within {self._lease_seconds:g} s")
+        for name in self._crew.leave():
+            self._window.forget(name)
 
-    def _again(self, entry: _Entry, reason: str) -> None:
+    def _again(self, entry: _Entry, what: str, reason: str, *, gone: bool = False) -> None:
+        """An attempt has come to nothing. what: the total that counts it. gone: no object of it is left."""
+        self._totals[what] += 1
+        self._board.error(f"pack {entry.want.index}", reason)
+        self._release(entry, gone=gone)
         entry.reasons.append(reason)
         entry.state = FAILED if len(entry.reasons) >= self._max_attempts else WANTED
+        self._totals["retries"] += entry.state == WANTED
+
+    def _release(self, entry: _Entry, *, gone: bool = False) -> None:
+        """The entry, leased or stored, is wanted again; its object, unless gone, is garbage."""
+        if entry.state not in (LEASED, STORED):
+            return
+        if entry.state == LEASED:
+            del self._leases[entry.producer]
+        if not gone and self._crew.present(entry.producer):
+            self._window.throw_away(entry.producer, entry.key, entry.room)
+        self._occupy(entry, 0)
+        entry.state = WANTED
         entry.lease = entry.producer = entry.key = entry.checksum = ""
-        entry.size = 0
+
+    def _occupy(self, entry: _Entry, room: int) -> None:
+        self._window.used += room - entry.room
+        entry.room, self._moved = room, self._clock()
+
+    def _refuse(self, producer: str, want: str) -> None:
+        self._totals["refused"] += 1
+        self._board.error(producer, f"answered too late, or what nobody wants: {want}")
+
+    def _work_of(self, producer: str) -> dict[str, Any]:
+        e = self._leases.get(producer)
+        return {"works_on": e and e.want.index, "lease_age": e and self._clock() - e.leased}

@@ -1,8 +1,11 @@
 """The ledger over HTTP: JSON, a bearer token, long polling, metrics, a status page.
 
-    POST /want /locate /lost /consumed     trainer ranks        GET /status /metrics   numbers (token)
-    POST /lease /stored /failed /reconcile producers            GET /health /          no token, no data
-    POST /finish                           the launcher         GET /config            what a producer needs
+    POST /want /locate /lost /consumed /report   trainer ranks        GET /status /metrics   numbers (token)
+    POST /lease /stored /failed /reconcile       producers            GET /health /          no token, no data
+    POST /finish                                 the launcher         GET /config            what a producer needs
+
+Requests are the models of `messages`. 400: not understood, 401: wrong token, 409: a newer trainer has taken over,
+413: too large.
 
 One event loop owns the ledger, so nothing is locked. By hand: `python -m data_pipelines.stream.server --help`.
 """
@@ -17,30 +20,36 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from ..errors import UserError
+from ..logs import configure_logging, fields
 from ..stores.filesystem import write_atomically
+from . import messages
 from .config import SourceConfig
-from .ledger import FAILED, STORED, UNKNOWN, Lease, Ledger, Location, Want
-from .messages import MAX_WAIT_SECONDS, read_token
-from .status_page import STATUS_PAGE
+from .ledger import FAILED, STORED, UNKNOWN, Lease, Ledger, Location, Retired, Want
+from .messages import MAX_WAIT_SECONDS, Message, read_token
+from .metrics import LedgerCollector
+from .status_page import STATUS_HEADERS, STATUS_PAGE
 
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 32 * 1024**2
+
+Answer = dict[str, Any]
 
 
 class BadRequest(Exception):
@@ -60,102 +69,121 @@ class LedgerServer:
         self.ledger, self._token, self._config = ledger, token.encode(), config
         self._changed = asyncio.Event()
         self._metrics = CollectorRegistry()
-        self._metrics.register(_LedgerCollector(ledger))
-        posts = {
-            "want": self._want, "locate": self._locate, "lost": self._lost, "consumed": self._consumed,
-            "lease": self._lease, "stored": self._stored, "failed": self._failed, "reconcile": self._reconcile,
-            "finish": self._finish,
-        }  # fmt: skip
-        routes = [Route(f"/{name}", self._post(handler), methods=["POST"]) for name, handler in posts.items()]
-        routes += [
-            Route("/config", self._get(lambda: JSONResponse({**self._config, "instance": ledger.instance}))),
-            Route("/status", self._get(lambda: JSONResponse(ledger.snapshot()))),
-            Route("/metrics", self._get(self._render_metrics)),
+        self._metrics.register(LedgerCollector(ledger.snapshot))
+        routes = [
+            self._post("/want", messages.WantRequest, self._want),
+            self._post("/locate", messages.LocateRequest, self._locate),
+            self._post("/lost", messages.LostRequest, self._lost),
+            self._post("/consumed", messages.ConsumedRequest, self._consumed),
+            self._post("/report", messages.Report, self._report),
+            self._post("/lease", messages.LeaseRequest, self._lease),
+            self._post("/stored", messages.StoredRequest, self._stored),
+            self._post("/failed", messages.FailedRequest, self._failed),
+            self._post("/reconcile", messages.ReconcileRequest, self._reconcile),
+            self._post("/finish", messages.FinishRequest, self._finish),
+            self._get("/config", lambda: JSONResponse({**self._config, "instance": ledger.instance})),
+            self._get("/status", lambda: JSONResponse(ledger.snapshot())),
+            self._get("/metrics", lambda: Response(generate_latest(self._metrics), media_type=CONTENT_TYPE_LATEST)),
             Route("/health", lambda request: JSONResponse({"status": "ok"})),
-            Route("/", lambda request: HTMLResponse(STATUS_PAGE)),
+            Route("/", lambda request: HTMLResponse(STATUS_PAGE, headers=STATUS_HEADERS)),
         ]
         self.app = Starlette(routes=routes)
 
-    # Requests
+    # Trainer ranks
 
-    async def _want(self, body: dict[str, Any], request: Request) -> dict[str, Any]:
-        wants = [_parse_want(item) for item in _field(body, "wants", list)]
-        self.ledger.want(wants)
+    async def _want(self, asked: messages.WantRequest, request: Request) -> Answer:
+        before = self.ledger.session
+        self.ledger.want([Want(**dict(want)) for want in asked.wants])
+        if before != self.ledger.session:
+            log.info("a trainer begins", extra=fields(session=self.ledger.session, after=before or "none"))
+        self._notify()
         return {}
 
-    async def _locate(self, body: dict[str, Any], request: Request) -> dict[str, Any]:
-        want = _field(body, "want", str)
-
+    async def _locate(self, asked: messages.LocateRequest, request: Request) -> Answer:
         def poll() -> Location | None:
-            location = self.ledger.locate(want)
+            location = self.ledger.locate(asked.want)
             return location if location.state in (STORED, FAILED, UNKNOWN) else None
 
-        location = await self._until(poll, body, request)
-        return asdict(location or self.ledger.locate(want))
+        location = await self._until(poll, asked.wait, request)
+        return asdict(location or self.ledger.locate(asked.want))
 
-    async def _lost(self, body: dict[str, Any], request: Request) -> dict[str, Any]:
-        want, reason = _field(body, "want", str), _field(body, "reason", str)
-        log.warning("lost %s: %s", want, reason)
-        return {"accepted": self.ledger.lost(want, _field(body, "lease", str), reason)}
-
-    async def _consumed(self, body: dict[str, Any], request: Request) -> dict[str, Any]:
-        return {"remove": self.ledger.consumed(_field(body, "want", str), _field(body, "lease", str))}
-
-    async def _lease(self, body: dict[str, Any], request: Request) -> dict[str, Any]:
-        producer, features = _field(body, "producer", str), _field(body, "features", str)
-
-        def poll() -> Lease | bool | None:
-            return self.ledger.finished or self.ledger.lease(producer, features)
-
-        answer = await self._until(poll, body, request)
-        lease = asdict(answer) if isinstance(answer, Lease) else None
-        return {"lease": lease, "finished": self.ledger.finished}
-
-    async def _stored(self, body: dict[str, Any], request: Request) -> dict[str, Any]:
-        accepted = self.ledger.stored(
-            _field(body, "producer", str), _field(body, "want", str), _field(body, "lease", str),
-            _field(body, "size", int), _field(body, "checksum", str),
-        )  # fmt: skip
+    async def _lost(self, asked: messages.LostRequest, request: Request) -> Answer:
+        log.warning("lost", extra=fields(want=asked.want, reason=asked.reason))
+        accepted = self.ledger.lost(asked.want, asked.lease, asked.reason, removed=asked.removed)
+        self._notify()
         return {"accepted": accepted}
 
-    async def _failed(self, body: dict[str, Any], request: Request) -> dict[str, Any]:
-        producer, want, reason = (_field(body, name, str) for name in ("producer", "want", "reason"))
-        log.warning("%s failed on %s: %s", producer, want, reason)
-        return {"accepted": self.ledger.failed(producer, want, _field(body, "lease", str), reason)}
+    async def _consumed(self, asked: messages.ConsumedRequest, request: Request) -> Answer:
+        superfluous = self.ledger.consumed(asked.want, asked.lease, removed=asked.removed)
+        self._notify()
+        return {"remove": superfluous}
 
-    async def _reconcile(self, body: dict[str, Any], request: Request) -> dict[str, Any]:
-        return {"keep": self.ledger.still_needed(_field(body, "keys", list))}
-
-    async def _finish(self, body: dict[str, Any], request: Request) -> dict[str, Any]:
-        self.ledger.finish()
+    async def _report(self, asked: messages.Report, request: Request) -> Answer:
+        self.ledger.report(asked)
         return {}
 
-    def _render_metrics(self) -> Response:
-        return Response(generate_latest(self._metrics), media_type=CONTENT_TYPE_LATEST)
+    # Producers
+
+    async def _lease(self, asked: messages.LeaseRequest, request: Request) -> Answer:
+        def poll() -> Lease | bool | None:
+            if self.ledger.finished:
+                return True
+            lease = self.ledger.lease(asked.producer, asked.features, asked.about)
+            return lease or self.ledger.untidy(asked.producer)
+
+        answer = await self._until(poll, asked.wait, request)
+        return {
+            "lease": asdict(answer) if isinstance(answer, Lease) else None,
+            "finished": self.ledger.finished,
+            "reconcile": self.ledger.untidy(asked.producer),
+        }
+
+    async def _stored(self, asked: messages.StoredRequest, request: Request) -> Answer:
+        accepted = self.ledger.stored(asked.producer, asked.want, asked.lease, asked.size, asked.checksum)
+        self._notify()
+        return {"accepted": accepted}
+
+    async def _failed(self, asked: messages.FailedRequest, request: Request) -> Answer:
+        log.warning("failed", extra=fields(producer=asked.producer, want=asked.want, reason=asked.reason))
+        accepted = self.ledger.failed(asked.producer, asked.want, asked.lease, asked.reason)
+        self._notify()
+        return {"accepted": accepted}
+
+    async def _reconcile(self, asked: messages.ReconcileRequest, request: Request) -> Answer:
+        keep = self.ledger.reconcile(asked.producer, asked.keys)
+        self._notify()
+        return {"keep": keep}
+
+    # The launcher
+
+    async def _finish(self, asked: messages.FinishRequest, request: Request) -> Answer:
+        self.ledger.finish()
+        self._notify()
+        return {}
 
     # Their common part
 
-    def _get(self, render: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
+    def _get(self, path: str, render: Callable[[], Response]) -> Route:
         async def endpoint(request: Request) -> Response:
             return render() if self._authorized(request) else _refused()
 
-        return endpoint
+        return Route(path, endpoint)
 
-    def _post(
-        self, handler: Callable[[dict[str, Any], Request], Awaitable[dict[str, Any]]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _post(self, path: str, model: type[Message], handler: Callable[[Any, Request], Awaitable[Answer]]) -> Route:
         async def endpoint(request: Request) -> Response:
             if not self._authorized(request):
                 return _refused()
             try:
-                answer = await handler(await _read_json(request), request)
+                answer = await handler(await _read(request, model), request)
             except BadRequest as error:
                 return PlainTextResponse(str(error), error.status)
-            if "locate" not in request.url.path:  # everything else may have changed what somebody waits for
-                self._notify()
+            except Retired as error:
+                return PlainTextResponse(str(error), 409)
+            except ClientDisconnect:
+                return Response(status_code=400)  # nobody reads it
             return JSONResponse({**answer, "instance": self.ledger.instance})
 
-        return endpoint
+        return Route(path, endpoint, methods=["POST"])
 
     def _authorized(self, request: Request) -> bool:
         given = request.headers.get("authorization", "").encode("utf-8", "replace")
@@ -165,13 +193,12 @@ class LedgerServer:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _until(self, poll: Callable[[], Any], body: dict[str, Any], request: Request) -> Any:
-        """The first answer of `poll` that is not None (or False), or None after the caller's `wait` (bounded) seconds.
+    async def _until(self, poll: Callable[[], Any], wait: float, request: Request) -> Any:
+        """The first answer of `poll` that is not None (or False), or None after `wait` (bounded) seconds.
 
         A caller that has gone away gets nothing: a lease handed to it would be an attempt wasted.
         """
-        wait = min(_field(body, "wait", (int, float), default=0.0), MAX_WAIT_SECONDS)
-        deadline = time.monotonic() + wait
+        deadline = time.monotonic() + min(wait, MAX_WAIT_SECONDS)
         while True:
             changed = self._changed
             if answer := poll():
@@ -187,66 +214,19 @@ class LedgerServer:
                 return None
 
 
-class _LedgerCollector:
-    """The ledger's snapshot as Prometheus metrics, taken when they are asked for."""
-
-    def __init__(self, ledger: Ledger):
-        self._ledger = ledger
-
-    def collect(self) -> Iterator[Metric]:
-        snapshot = self._ledger.snapshot()
-        packs = GaugeMetricFamily("draftsmith_ledger_packs", "Packs in the window, by state", labels=["state"])
-        for state, count in snapshot["packs"].items():
-            packs.add_metric([state], count)
-        yield packs
-        yield GaugeMetricFamily(
-            "draftsmith_ledger_stored_bytes", "Bytes in the store that are not consumed yet", snapshot["bytes_stored"]
-        )
-        for name, total in snapshot["totals"].items():
-            yield CounterMetricFamily(f"draftsmith_ledger_{name}", f"Since the ledger started: {name}", total)
-        seen = GaugeMetricFamily("draftsmith_producer_seen_seconds", "Since the last call", labels=["producer"])
-        stored = CounterMetricFamily("draftsmith_producer_stored", "Packs stored", labels=["producer"])
-        for producer in snapshot["producers"]:
-            seen.add_metric([producer["name"]], producer["seen"])
-            stored.add_metric([producer["name"]], producer["stored"])
-        yield seen
-        yield stored
-
-
-async def _read_json(request: Request) -> dict[str, Any]:
+async def _read(request: Request, model: type[Message]) -> Any:
+    """The request, as it should be. Raises BadRequest."""
     received = bytearray()
     async for chunk in request.stream():
         received += chunk
         if len(received) > MAX_REQUEST_BYTES:
             raise BadRequest(413, f"the request is larger than {MAX_REQUEST_BYTES} bytes")
     try:
-        body = json.loads(received)
-    except ValueError as error:
-        raise BadRequest(400, f"the request is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest(400, "the request is not a JSON object")
-    return body
-
-
-def _field(body: dict[str, Any], name: str, kind: Any, **default: Any) -> Any:
-    value = body.get(name, default.get("default"))
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise BadRequest(400, f"{name}: got {value!r:.80}, wanted {kind}")
-    return value
-
-
-def _parse_want(item: Any) -> Want:
-    if not isinstance(item, dict):
-        raise BadRequest(400, f"a want is an object, not {item!r:.80}")
-    want = Want(
-        _field(item, "index", int), _field(item, "pack", str), _field(item, "features", str),
-        _field(item, "input_ids", list), _field(item, "lengths", list),
-    )  # fmt: skip
-    if not all(type(number) is int for number in [*want.input_ids, *want.lengths]):
-        raise BadRequest(400, f"want {want.id}: input_ids and lengths are lists of integers")
-    if sum(want.lengths) != len(want.input_ids):
-        raise BadRequest(400, f"want {want.id}: {len(want.input_ids)} token ids, lengths add up to {sum(want.lengths)}")
-    return want
+        return model.model_validate_json(received)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        text = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'request'}: {p['msg']}" for p in problems[:3])
+        raise BadRequest(400, text) from error
 
 
 def _refused() -> Response:
@@ -254,21 +234,45 @@ def _refused() -> Response:
 
 
 def serve(
-    host: str, port: int, token: str, config: dict[str, Any], source: SourceConfig, *, address_file: str = ""
+    host: str,
+    port: int,
+    token: str,
+    config: dict[str, Any],
+    source: SourceConfig,
+    *,
+    address_file: str = "",
+    tls_cert: str = "",
+    tls_key: str = "",
 ) -> None:
     """Serve a new ledger until SIGTERM or SIGINT; then return.
 
     port: 0 for any free port. address_file: gets `http://host:port` when the ledger can be reached. config: see
-    `messages.producer_config`. Raises UserError when the address cannot be bound.
+    `messages.producer_config`. source: lease_seconds, max_attempts and window_bytes are used. tls_cert, tls_key: PEM
+    files; with them the address is https. Raises UserError when the address cannot be bound or the files are no good.
     """
-    ledger = Ledger(lease_seconds=source.lease_seconds, max_attempts=source.max_attempts, clock=time.monotonic)
+    ledger = Ledger(
+        lease_seconds=source.lease_seconds,
+        max_attempts=source.max_attempts,
+        clock=time.monotonic,
+        window_bytes=source.window_bytes,
+    )
     app = LedgerServer(ledger, token, config).app
-    listener = _listen(host, port)
-    address = f"http://{host}:{listener.getsockname()[1]}"
-    log.info("ledger %s at %s (status page: %s/#token=<token>)", ledger.instance, address, address)
+    _check_tls(tls_cert, tls_key)
     settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, lifespan="off", timeout_keep_alive=60
-    )  # longer than a client keeps an idle connection, so that none is closed under it
+        app,
+        log_level="warning",
+        log_config=None,  # ours
+        access_log=False,
+        timeout_graceful_shutdown=3,
+        lifespan="off",
+        timeout_keep_alive=60,  # longer than a client keeps an idle connection, so that none is closed under it
+        ssl_certfile=tls_cert or None,
+        ssl_keyfile=tls_key or None,
+    )
+    listener = _listen(host, port)
+    name = f"[{host}]" if ":" in host else host
+    address = f"{'https' if tls_cert else 'http'}://{name}:{listener.getsockname()[1]}"
+    log.info("ledger %s at %s (status page: %s/#token=<token>)", ledger.instance, address, address)
     # uvicorn ends gracefully on these signals and then raises them again for whoever handled them before: nobody.
     handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -280,6 +284,21 @@ def serve(
         for number, handler in handlers.items():
             signal.signal(number, handler)
     log.info("ledger %s ended", ledger.instance)
+
+
+def _check_tls(cert: str, key: str) -> None:
+    if bool(cert) != bool(key):
+        raise UserError("TLS needs a certificate and its key", fix="set both cluster.tls_cert and cluster.tls_key")
+    if not cert:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except (OSError, ValueError) as error:  # an encrypted key; ssl.SSLError is an OSError
+        raise UserError(
+            f"certificate and key cannot be used: {error}",
+            where=f"{cert}, {key}",
+            fix="give PEM files that belong together; the key without a password",
+        ) from error
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -306,15 +325,26 @@ def main() -> None:
     parser.add_argument("--token-file", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--address-file", default="", help="gets http://host:port when the ledger can be reached")
+    parser.add_argument("--address-file", default="", help="gets http(s)://host:port when the ledger can be reached")
     parser.add_argument("--lease-seconds", type=float, default=SourceConfig.lease_seconds)
     parser.add_argument("--max-attempts", type=int, default=SourceConfig.max_attempts)
+    parser.add_argument("--window-bytes", type=int, default=SourceConfig.window_bytes)
+    parser.add_argument("--tls-cert", default="", help="PEM file; with it and its key the ledger speaks https")
+    parser.add_argument("--tls-key", default="")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    source = SourceConfig(name="stream", lease_seconds=options.lease_seconds, max_attempts=options.max_attempts)
+    configure_logging("ledger")
+    source = SourceConfig(
+        name="stream",
+        lease_seconds=options.lease_seconds,
+        max_attempts=options.max_attempts,
+        window_bytes=options.window_bytes,
+    )
     config = json.loads(Path(options.config).read_text())
     token = read_token(options.token_file)
-    serve(options.host, options.port, token, config, source, address_file=options.address_file)
+    serve(
+        options.host, options.port, token, config, source,
+        address_file=options.address_file, tls_cert=options.tls_cert, tls_key=options.tls_key,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -46,6 +47,12 @@ class Master:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def objects(self) -> list[str]:
         """The keys of all objects in the store."""

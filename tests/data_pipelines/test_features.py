@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +38,34 @@ def test_round_trip_is_bit_exact():
     got = read(data, checksum=read_metadata(data)["checksum"])
     assert torch.equal(got.taps, features().taps) and torch.equal(got.final, features().final)
     assert payload() == data
+
+
+def test_it_is_a_safetensors_file():
+    """That is written and read here, without the library; the library has to agree."""
+    tensors = safetensors.torch.load(payload())
+    assert torch.equal(tensors["taps"], features().taps) and torch.equal(tensors["final"], features().final)
+    assert tensors["input_ids"].tolist() == IDS.tolist() and tensors["document_ids"].tolist() == [0, 0, 1, 1, 1]
+
+
+def test_without_taps():
+    """A drafter may need the final state only."""
+    spec, bare = replace(SPEC, taps=()), Features(features().taps[:, :0], features().final)
+    got = read(payload(bare, spec=spec), spec=spec)
+    assert got.taps.shape == (5, 0, 8) and torch.equal(got.final, bare.final)
+
+
+def test_what_a_store_gives_is_not_copied():
+    received = np.frombuffer(payload(), np.uint8).copy()
+    got = read(received.data)
+    start = received.ctypes.data
+    for tensor in (got.taps, got.final):
+        assert start < tensor.data_ptr() < start + received.nbytes
+
+
+@pytest.mark.parametrize("final", [features().final[:4], features().final.float(), features().final[:, :7]])
+def test_features_that_are_not_of_the_spec_are_not_written(final):
+    with pytest.raises(FeatureError, match="wanted"):
+        payload(Features(features().taps, final))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,16 @@ def test_store_ledger_producers_and_torchrun_by_hand(tmp_path: Path, start) -> N
     )  # only an MTP head has a place there
 
 
+def test_the_last_words_of_torchrun_are_the_ranks_own_error(start) -> None:
+    trainer = start(
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "trainer.train", "--config-name", "dmeo"
+    )  # fmt: skip
+    said, _ = trainer.communicate(timeout=150)
+    assert trainer.returncode != 0
+    assert "error: there is no recipe 'dmeo'" in said[said.rindex("Traceback") :]
+    assert "did you mean demo?" in said.splitlines()[-2]  # the last line is torchrun's ruler
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

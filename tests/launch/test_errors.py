@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
+from trainer.seal import seal
 
 ROOT = Path(__file__).parents[2]
 GOOD = {"messages": [{"role": "user", "content": "say one"}, {"role": "assistant", "content": "one"}]}
@@ -91,11 +92,11 @@ def test_data_that_does_not_exist(refused: Refused, smoke: list[str]) -> None:
 
 
 def test_rows_without_messages_are_named_and_kept(refused: Refused, smoke: list[str], tmp_path: Path) -> None:
-    path = rows(tmp_path / "rows.jsonl", {"text": "one"}, {"text": "two"}, GOOD)
+    path = rows(tmp_path / "rows.jsonl", {"title": "one"}, {"title": "two"}, GOOD)
     said = refused(*smoke, path)
     assert "2 of 3 rows are quarantined" in said and "the row has no messages" in said and "rows.jsonl:1" in said
     kept = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()]
-    assert [entry["row"] for entry in kept] == [{"text": "one"}, {"text": "two"}]
+    assert [entry["row"] for entry in kept] == [{"title": "one"}, {"title": "two"}]
 
 
 def test_data_without_a_supervised_token(refused: Refused, smoke: list[str], tmp_path: Path) -> None:
@@ -146,13 +147,74 @@ def test_another_recipe_in_the_folder_of_a_run(refused: Refused, tmp_path: Path)
     """Its checkpoint is not touched, and what differs is named."""
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "run.json").write_text(json.dumps({"step": 1, "identity": {"plan": "another"}}))
+    seal(checkpoint, 1, {"plan": "another"})
     path = rows(tmp_path / "rows.jsonl", *[GOOD] * 200)
     said = refused(
         "run", "ci_eagle3", f"run_dir={tmp_path / 'run'}", "evaluate=none", path, "data.regenerate.mode=never"
     )
     assert "the checkpoint is of another run" in said and "data.pack_tokens: None there, 256 now" in said
     assert checkpoint.exists()
+
+
+def test_a_refused_run_leaves_the_quarantine_of_the_run_before(refused: Refused, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+    seal(checkpoint, 1, {"plan": "another"})
+    path = rows(tmp_path / "rows.jsonl", *[GOOD] * 200, {"title": "not a conversation"})
+    call = ["run", "ci_eagle3", f"run_dir={tmp_path / 'run'}", "evaluate=none", path, "data.regenerate.mode=never"]
+    quarantine = tmp_path / "run" / "quarantine.jsonl"
+    refused(*call)
+    assert not quarantine.exists()
+    quarantine.write_text("of the run before\n")
+    refused(*call)
+    assert quarantine.read_text() == "of the run before\n"
+
+
+def test_an_export_takes_only_its_own_keys(refused: Refused, tmp_path: Path) -> None:
+    assert "drafter.steps cannot be changed by an export" in refused("export", str(tmp_path), "drafter.steps=2")
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A self-signed one and its key."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-subj",
+        "/CN=x",
+        "-keyout",
+        key,
+        "-out",
+        cert,
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
+def test_certificates_that_the_ledger_could_not_use(
+    refused: Refused, smoke: list[str], certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cert, key = certificate
+    assert "belong together" in refused(*smoke, f"cluster.tls_cert={cert}")
+    said = refused(*smoke, f"cluster.tls_cert={cert}", "cluster.tls_key=/nowhere.pem")
+    assert "cluster.tls_key=/nowhere.pem does not exist" in said
+    said = refused(*smoke, f"cluster.tls_cert={key}", f"cluster.tls_key={cert}")  # the wrong way round
+    assert "the ledger cannot use its certificate and key" in said
+
+
+def test_a_metrics_port_in_use_and_one_that_two_would_share(refused: Refused, smoke: list[str]) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        first = busy.getsockname()[1] - 1  # the second producer's
+        assert f"port {first + 1} is in use" in refused(*smoke, f"cluster.producer_metrics_port={first}")
+    same = [f"cluster.{name}_metrics_port={first}" for name in ("trainer", "producer")]
+    assert "two servers would share a port" in refused(*smoke, *same)
 
 
 def test_the_ledger_with_broken_settings(refused: Refused, tmp_path: Path) -> None:
@@ -175,7 +237,14 @@ def test_help_and_the_list_of_recipes(capfd: pytest.CaptureFixture) -> None:
 def test_the_plan_is_shown_and_nothing_is_made(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     assert main(["run", "demo", "--plan", f"run_dir={tmp_path / 'run'}", "cluster.producers=3"]) == 0
     shown = capfd.readouterr().out
-    for wanted in ("producer-2", "mooncake_master", "torch.distributed.run", "smollm2_135m", "global_batch"):
+    for wanted in (
+        "producer-2",
+        "mooncake_master",
+        "torch.distributed.run",
+        "smollm2_135m",
+        "global_batch",
+        "rpc_port=ANY_FREE",
+    ):
         assert wanted in shown
     assert not (tmp_path / "run").exists()
 

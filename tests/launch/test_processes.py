@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from data_pipelines.errors import UserError
-from launch.processes import Crew, Role, claim_port, failure, free_port
+from launch import processes
+from launch.processes import Crew, Role, claim_port, end_hung, free_port
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -72,9 +73,69 @@ def test_a_traceback_is_shown_by_its_end(tmp_path: Path) -> None:
     crew = Crew(tmp_path, max_restarts=0)
     child = crew.start_trainer(Role("trainer", [sys.executable, "-c", code]))
     wait_for(lambda: child.status is not None)
-    error = failure(child, "the trainer exited with status 1")
+    error = child.failure("the trainer exited with status 1")
     assert error.what.endswith("| ValueError: of the first rank")
     assert len(str(error).splitlines()) < 20
+
+
+def failing(tmp_path: Path, code: str, restarts: int = 3):
+    crew = Crew(tmp_path, max_restarts=restarts)
+    child = crew.start_trainer(Role("trainer", [sys.executable, "-c", code]))
+    wait_for(lambda: child.status is not None)
+    return crew, child
+
+
+def test_a_crash_is_tried_again_but_not_twice_at_the_same_step_with_the_same_words(tmp_path: Path) -> None:
+    crew, child = failing(tmp_path, "raise ValueError('odd')")
+    assert crew.revive(child, step=3) == "trainer exited with status 1: restarted (1 of 3)"
+    wait_for(lambda: child.status is not None)
+    assert "restarted (2 of 3)" in crew.revive(child, step=4)  # it came further
+    wait_for(lambda: child.status is not None)
+    with pytest.raises(UserError, match="twice at step 4 in the same way") as caught:
+        crew.revive(child, step=4)
+    assert caught.value.what.endswith("| ValueError: odd")
+    assert crew.restarted["trainer"] == 2
+
+
+def test_a_signal_says_nothing_about_the_program(tmp_path: Path) -> None:
+    crew, child = failing(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    for count in (1, 2, 3):
+        assert crew.revive(child, step=4) == f"trainer was ended by SIGKILL: restarted ({count} of 3)"
+        wait_for(lambda: child.status is not None)
+    with pytest.raises(UserError, match="SIGKILL after 3 restarts"):
+        crew.revive(child, step=4)
+
+
+def test_restarts_are_forgotten_after_a_healthy_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crew, child = failing(tmp_path, "import os; os.kill(os.getpid(), 9)", restarts=1)
+    crew.revive(child)
+    wait_for(lambda: child.status is not None)
+    monkeypatch.setattr(processes, "HEALTHY_SECONDS", 0.0)
+    assert "restarted (1 of 1)" in crew.revive(child)
+    assert crew.restarted["trainer"] == 2
+
+
+def test_who_hangs_is_ended_with_all_that_it_started_and_may_start_again(tmp_path: Path) -> None:
+    """A stopped process obeys no signal but SIGKILL; its child is in a session of its own, as ranks are."""
+    code = (
+        f"import subprocess, time; p = subprocess.Popen({SLEEP!r}, start_new_session=True);"
+        "print(p.pid, flush=True); time.sleep(60)"
+    )
+    crew = Crew(tmp_path, max_restarts=3)
+    child = crew.start_trainer(Role("trainer", [sys.executable, "-c", code]))
+    try:
+        wait_for(lambda: child.said().strip() != "")
+        grandchild, first = int(child.said()), child.process
+        os.kill(first.pid, signal.SIGSTOP)
+        end_hung(child, first, "rank 1 was silent for 61 s")
+        wait_for(lambda: child.status is not None)
+        wait_for(lambda: not alive(grandchild))
+        said = "trainer was ended because rank 1 was silent for 61 s: restarted (1 of 3)"
+        assert crew.revive(child, step=0) == said
+        end_hung(child, first, "judged in its former life")
+        assert child.status is None and child.hung == ""
+    finally:
+        crew.stop()
 
 
 def test_stopping_ends_children_and_what_they_started(tmp_path: Path) -> None:

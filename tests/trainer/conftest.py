@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,8 @@ from trainer.batch import Batch
 from trainer.drafters import build_drafter
 from trainer.drafters.eagle3 import Eagle3Config
 from trainer.target import FrozenTarget
+
+from .running import train
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +81,22 @@ def world(target_config, frozen):
         return built
 
     return SimpleNamespace(make=make, drafter=drafter, frozen=frozen)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory) -> Path:
+    """The folder of a whole run of one rank."""
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    train(run_dir)
+    return run_dir
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory) -> Path:
+    """The same run with two ranks."""
+    run_dir = tmp_path_factory.mktemp("two_ranks")
+    train(run_dir, ranks=2)
+    return run_dir
 
 
 def slice_batch(batch: Batch, start: int, stop: int) -> Batch:

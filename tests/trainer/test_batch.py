@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipelines.features import FeatureSpec
 from trainer.batch import Batch, round_counts, supervised_run
+from trainer.drafters import build_drafter
+from trainer.drafters.dflash import DFlashConfig
+from trainer.drafters.dspark import DSparkConfig
+from trainer.drafters.eagle3 import Eagle3Config
+from trainer.drafters.mtp import MTPConfig
 
 
 def batch_of(documents: list[list[bool]]) -> Batch:
@@ -52,3 +59,29 @@ def test_the_first_draft_after_the_prompt_counts_and_nothing_past_the_end_of_tur
 
 def test_runs_end_at_documents():
     assert supervised_run(batch_of([[True, True], [True, False, True]])).tolist() == [1, 2, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Eagle3Config(steps=3),
+        MTPConfig(steps=2, warm_start="never"),
+        DFlashConfig(num_layers=1, mask_token=5, block_size=4),
+        DSparkConfig(num_layers=1, mask_token=5, block_size=4),
+    ],
+    ids=lambda config: config.name,
+)
+def test_a_weightless_batch_adds_nothing_at_all(world, target_config, config):
+    drafter = build_drafter(config, target_config, None).double()
+    drafter.start_head(world.frozen)
+    pack = world.make([9, 5], mask="all").pack
+    taps = type(drafter).contract(config, target_config.num_hidden_layers).taps
+    spec = FeatureSpec("t", taps, target_config.hidden_size, "float64")
+    batch = Batch.weightless(pack, spec, dtype=torch.double, device="cpu", address=(0,))
+    targets = drafter.targets(batch, world.frozen)
+    assert not targets.denominators.any()
+    loss, sums = drafter(batch, targets, world.frozen, torch.ones(drafter.depth))
+    loss.backward()
+    assert loss.item() == 0 and not sums.any()
+    gradients = [p.grad for p in drafter.parameters() if p.grad is not None]
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)

@@ -43,6 +43,8 @@ def test_a_recipe_may_be_a_file_of_ones_own(tmp_path):
         ("ci_eagle3", ["+anything=1"], "unknown key anything"),
         ("ci_eagle3", ["optim.lr=fast"], "optim.lr"),
         ("ci_eagle3", ["epochs=1.5"], "epochs"),
+        ("ci_eagle3", ["parallel.timeout_seconds=300"], "not more than source.patience_seconds=300"),
+        ("ci_eagle3", ["parallel.timeout_seconds=0", "source=colocated"], "parallel.timeout_seconds=0"),
         ("ci_eagle3", ["source=streem"], "did you mean stream?"),
         ("ci_eagle3", ["source.name=nfs"], "not one of stream"),
         ("ci_eagle3", ["drafter.norm_before_fc=true", "drafter.fc_norm=true"], "exclude each other"),

@@ -1,17 +1,10 @@
-"""The trainer as users start it: real torchrun, real processes, and a run is a function.
-
-All runs use one small recipe (colocated unless said otherwise) with one compute thread, since results depend on how many
-threads share a product.
-"""
+"""The trainer as users start it: real torchrun, real processes, and a run is a function."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,50 +13,7 @@ import pytest
 from trainer.checkpoint import whole_checkpoints
 from trainer.loop import PREEMPTED
 
-ROOT = Path(__file__).parents[2]
-RECIPE = ["source=colocated", "data.max_rows=60", "epochs=2", "checkpoint.every=4", "data.regenerate.max_new_tokens=40"]
-
-
-def start(run_dir: Path, *overrides: str, ranks: int = 1, plain: bool = False) -> subprocess.Popen:
-    launcher = [] if plain else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *launcher, "-m", "trainer.train", "--config-name", "ci_eagle3", *RECIPE]
-    return subprocess.Popen(
-        [*command, f"run_dir={run_dir}", *overrides],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def train(run_dir: Path, *overrides: str, status: int = 0, **options) -> str:
-    process = start(run_dir, *overrides, **options)
-    said, _ = process.communicate(timeout=200)
-    assert process.returncode == status, said
-    return said
-
-
-def result(run_dir: Path) -> dict:
-    return json.loads((run_dir / "training.json").read_text())
-
-
-def metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Path:
-    run_dir = tmp_path_factory.mktemp("undisturbed")
-    train(run_dir)
-    return run_dir
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> Path:
-    run_dir = tmp_path_factory.mktemp("two_ranks")
-    train(run_dir, ranks=2)
-    return run_dir
+from .running import metrics, result, start, train
 
 
 def test_a_run_leaves_what_it_should_and_learns(undisturbed):
@@ -74,7 +24,9 @@ def test_a_run_leaves_what_it_should_and_learns(undisturbed):
     assert sum(r["tokens"] for r in rows) == done["tokens"]
     assert (undisturbed / "config.yaml").exists()
     newest = whole_checkpoints(undisturbed / "checkpoints")
-    assert [p.name for p in newest] == [f"step_{s:08d}" for s in sorted({done["steps"] // 4 * 4, done["steps"]})][-2:]
+    assert [p.name for p in newest] == [
+        f"step_{s:08d}" for s in sorted({*range(4, done["steps"] + 1, 4), done["steps"]})
+    ][-2:]
 
 
 def test_the_same_run_gives_the_same_bits(undisturbed, tmp_path):
@@ -93,10 +45,9 @@ def test_another_seed_gives_other_weights_and_wandb_works_without_an_account(und
 def test_two_ranks_follow_the_same_loss(undisturbed, two_ranks):
     """Rule 3, one denominator: sums in another order, so equal to rounding, not to the bit."""
     for one, two in zip(metrics(undisturbed), metrics(two_ranks), strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], rel=2e-2)
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert (two["tokens"], two["packs"]) == (one["tokens"], one["packs"])
     first, second = metrics(undisturbed)[0], metrics(two_ranks)[0]
-    assert second["loss"] == pytest.approx(first["loss"], rel=1e-4)
     assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-2)  # global, not of a local shard
 
 
@@ -121,14 +72,6 @@ def test_killed_after_a_checkpoint_and_resumed_the_weights_are_the_undisturbed_o
     assert result(tmp_path)["weights_sha256"] == result(reference)["weights_sha256"]
     stable = ("step", "loss", "conditional_rate", "grad_norm", "lr", "tokens")
     assert [[r[k] for k in stable] for r in metrics(tmp_path)] == [[r[k] for k in stable] for r in metrics(reference)]
-
-
-def test_resumed_at_another_world_size_it_goes_on(undisturbed, two_ranks, tmp_path):
-    shutil.copytree(two_ranks / "checkpoints", tmp_path / "checkpoints")
-    shutil.rmtree(whole_checkpoints(tmp_path / "checkpoints")[-1])
-    shutil.copy(two_ranks / "metrics.jsonl", tmp_path)
-    train(tmp_path, ranks=1)
-    assert result(tmp_path)["loss"]["last"] == pytest.approx(result(undisturbed)["loss"]["last"], rel=5e-2)
 
 
 def test_sigterm_checkpoints_and_says_so(undisturbed, tmp_path):

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from data_pipelines.conversations.rendering import Unrenderable, prompt_ids, stop_ids
+from data_pipelines.conversations.quarantine import Unrenderable
+from data_pipelines.conversations.rendering import prompt_ids, stop_ids
 from data_pipelines.conversations.rows import Row, conversation
 from data_pipelines.errors import UserError
 
@@ -94,9 +95,10 @@ def render_prompts(
         data = row.data if isinstance(row.data, dict) else {}
         name = str(data.get("id", row.origin))
         try:
-            messages = conversation(row, answered=False).messages
+            asked = conversation(row, answered=False)
+            messages = asked.messages
             last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-            tokens = prompt_ids(tokenizer, messages[: last + 1])
+            tokens = prompt_ids(tokenizer, messages[: last + 1], asked.tools)
         except Unrenderable as error:
             skipped.append({"id": name, "reason": str(error)})
             continue

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from data_pipelines.conversations.config import DataConfig
+from data_pipelines.conversations.greedy import agreement
 from data_pipelines.conversations.prepare import prepare
 from data_pipelines.conversations.prompts import DOMAINS, generate_prompts, split_of
-from data_pipelines.conversations.regenerate import agreement
 from data_pipelines.conversations.rows import DEMO, read_rows
 from data_pipelines.engines import TargetConfig, resolve_target
 

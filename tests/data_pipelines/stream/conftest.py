@@ -56,13 +56,17 @@ def engine(tiny_target, spec) -> OneAtATime:
 
 @pytest.fixture(scope="session")
 def packs(tiny_target) -> list[Pack]:
+    return make_packs(tiny_target.config.vocab_size)
+
+
+def make_packs(vocab_size: int) -> list[Pack]:
     """30 packs of one to three documents; the last is a copy of the first."""
     rng = np.random.default_rng(1)
     made = []
     for number in range(29):
         documents = []
         for part in range(1 + number % 3):
-            ids = rng.integers(0, tiny_target.config.vocab_size, rng.integers(20, 60), dtype=np.int32)
+            ids = rng.integers(0, vocab_size, rng.integers(20, 60), dtype=np.int32)
             documents.append(Document(ids, np.ones(len(ids), dtype=bool), origin=f"rows.jsonl:{number}.{part}"))
         made.append(Pack(tuple(documents)))
     return [*made, made[0]]
@@ -73,9 +77,10 @@ class Reachable:
 
     url: str
     token_file: str
+    ca_file = ""
 
     def client(self, patience: float = 30.0) -> LedgerClient:
-        return LedgerClient(self.url, TOKEN, patience=patience)
+        return LedgerClient(self.url, TOKEN, patience=patience, ca_file=self.ca_file)
 
     def status(self) -> dict:
         client = self.client()
@@ -88,12 +93,18 @@ class Reachable:
 class LedgerThread(Reachable):
     """A ledger behind a real socket, served by a thread of this process because that starts in no time."""
 
-    def __init__(self, folder: Path, *, lease_seconds=60.0, max_attempts=3):
+    def __init__(self, folder: Path, *, lease_seconds=60.0, max_attempts=3, window_bytes=0, port=0):
         (folder / "token").write_text(TOKEN)
         self.token_file = str(folder / "token")
-        ledger = Ledger(lease_seconds=lease_seconds, max_attempts=max_attempts, clock=time.monotonic)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        ledger = Ledger(
+            lease_seconds=lease_seconds,
+            max_attempts=max_attempts,
+            clock=time.monotonic,
+            window_bytes=window_bytes,
+        )
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         app = LedgerServer(ledger, TOKEN, {}).app
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True)
@@ -107,15 +118,34 @@ class LedgerThread(Reachable):
 
 
 class LedgerProcess(Reachable):
-    """A ledger that can be killed and started again on its port."""
+    """A ledger that can be killed and started again on its port. tls: (certificate, key), PEM files.
 
-    def __init__(self, folder: Path, store: StoreConfig, spec: FeatureSpec, *, lease_seconds=60.0, max_attempts=3):
+    versions: of the packages that it asks its producers for, where they are not those installed here.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        store: StoreConfig,
+        spec: FeatureSpec,
+        *,
+        lease_seconds=60.0,
+        max_attempts=3,
+        window_bytes=0,
+        tls: tuple[Path, Path] | None = None,
+        versions: dict[str, str] | None = None,
+    ):
         target = TargetConfig(kind="tiny")
         config = producer_config(target, store, spec, threads=1, lease_seconds=lease_seconds)
+        config["versions"].update(versions or {})
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "token").write_text(TOKEN + "\n")
         self.folder, self.token_file = folder, str(folder / "token")
         self._options = ["--lease-seconds", str(lease_seconds), "--max-attempts", str(max_attempts)]
+        self._options += ["--window-bytes", str(window_bytes)]
+        if tls:
+            self.ca_file = str(tls[0])
+            self._options += ["--tls-cert", str(tls[0]), "--tls-key", str(tls[1])]
         self._port = 0
         self.start()
 
@@ -136,13 +166,12 @@ class LedgerProcess(Reachable):
 
 
 class ProducerProcess:
-    def __init__(self, ledger: LedgerProcess, name: str):
+    def __init__(self, ledger: LedgerProcess, name: str, *options: str):
         command = [sys.executable, "-m", "data_pipelines.stream.producer", "--ledger", ledger.url]
+        command += ["--token-file", ledger.token_file, "--name", name, "--ca-file", ledger.ca_file, *options]
         self.log = ledger.folder / f"{name}.log"
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, "--token-file", ledger.token_file, "--name", name], stdout=log, stderr=log
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def kill(self) -> None:
         self.process.kill()
@@ -169,9 +198,16 @@ def producer_thread(ledger: Reachable, store: StoreConfig, spec: FeatureSpec, en
 
 @contextmanager
 def stream_source(
-    ledger: LedgerProcess, store: StoreConfig, spec: FeatureSpec, patience=60.0
+    ledger: Reachable, store: StoreConfig, spec: FeatureSpec, patience=60.0, session="this-session", quarantine=None
 ) -> Iterator[StreamSource]:
-    source = StreamSource(ledger.client(patience), build_store(store, role="consumer"), spec, patience_seconds=patience)
+    source = StreamSource(
+        ledger.client(patience),
+        build_store(store, role="consumer"),
+        spec,
+        session=session,
+        patience_seconds=patience,
+        quarantine=quarantine,
+    )
     try:
         yield source
     finally:
@@ -192,7 +228,7 @@ def identity(pack: Pack, spec: FeatureSpec) -> str:
 
 @pytest.fixture
 def start_ledger(tmp_path):
-    """start_ledger(lease_seconds=…, max_attempts=…) → a ledger, stopped after the test."""
+    """start_ledger(lease_seconds=…, max_attempts=…, window_bytes=…) → a ledger, stopped after the test."""
     made: list[LedgerThread] = []
 
     def start(**options) -> LedgerThread:

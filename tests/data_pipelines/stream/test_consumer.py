@@ -88,6 +88,29 @@ def test_an_error_in_the_items_is_the_loops_too():
     prefetcher.close()
 
 
+def test_a_loop_that_gives_up_is_not_kept_and_loses_nothing():
+    begin = threading.Event()
+
+    class Late(Steps):
+        def get(self, index, pack):
+            begin.wait()
+            return super().get(index, pack)
+
+    prefetcher = Prefetcher(Late(), items(3), 2)
+    with pytest.raises(TimeoutError):
+        prefetcher.next(lambda: True)
+    begin.set()
+    assert [index for index, _, _ in prefetcher] == [0, 1, 2]
+    prefetcher.close()
+
+
+def test_giving_up_matters_only_while_there_is_nothing():
+    prefetcher = Prefetcher(Steps(), items(2), 2)
+    time.sleep(0.2)
+    assert prefetcher.next(lambda: True)[0] == 0
+    prefetcher.close()
+
+
 def test_waiting_is_measured():
     prefetcher = Prefetcher(Steps(seconds=0.1), items(5), 2)
     assert len(list(prefetcher)) == 5

@@ -31,7 +31,7 @@ def ledger(clock):
 
 
 def want(index: int, pack: str | None = None, features: str = FEATURES) -> Want:
-    return Want(index, pack or f"pack{index}", features, [1, 2, 3], [2, 1])
+    return Want("s", index, pack or f"pack{index}", features, 1000, [1, 2, 3], [2, 1])
 
 
 def store(ledger: Ledger, producer: str = "p"):
@@ -42,16 +42,16 @@ def store(ledger: Ledger, producer: str = "p"):
 
 def test_a_pack_goes_through_its_states(ledger):
     ledger.want([want(0)])
-    assert ledger.locate("0-pack0").state == WANTED
+    assert ledger.locate("s-0-pack0").state == WANTED
     lease = ledger.lease("p", FEATURES)
-    assert ledger.locate("0-pack0").state == LEASED
+    assert ledger.locate("s-0-pack0").state == LEASED
     assert (lease.input_ids, lease.lengths, lease.seconds) == ([1, 2, 3], [2, 1], 10)
     assert ledger.stored("p", lease.want, lease.lease, 7, "sum")
-    location = ledger.locate("0-pack0")
+    location = ledger.locate("s-0-pack0")
     assert (location.state, location.size, location.checksum) == (STORED, 7, "sum")
     assert location.key == object_key("pack0", lease.lease)
-    assert ledger.consumed("0-pack0", lease.lease) == ""
-    assert ledger.locate("0-pack0").state == UNKNOWN
+    assert ledger.consumed("s-0-pack0", lease.lease) == ""
+    assert ledger.locate("s-0-pack0").state == UNKNOWN
 
 
 def test_leases_are_handed_out_in_the_order_of_the_plan(ledger):
@@ -71,8 +71,8 @@ def test_wanting_again_changes_nothing_and_after_consumption_begins_anew(ledger)
     ledger.want([want(0)])
     first = store(ledger)
     ledger.want([want(0)])
-    assert ledger.locate("0-pack0").state == STORED
-    ledger.consumed("0-pack0", first.lease)
+    assert ledger.locate("s-0-pack0").state == STORED
+    ledger.consumed("s-0-pack0", first.lease)
     ledger.want([want(0)])
     second = store(ledger)
     assert second.lease != first.lease
@@ -95,7 +95,7 @@ def test_a_late_answer_is_refused_and_the_pack_goes_to_somebody_else(ledger, clo
     assert again.index == 0 and again.lease != late.lease
     assert not ledger.stored("slow", late.want, late.lease, 7, "sum")
     assert ledger.stored("quick", again.want, again.lease, 7, "sum")
-    assert "slow has not answered within 10 s" in ledger.locate("0-pack0").reasons[0]
+    assert "slow has not answered within 10 s" in ledger.locate("s-0-pack0").reasons[0]
 
 
 def test_every_kind_of_failure_counts_and_the_reasons_are_kept(ledger, clock):
@@ -106,7 +106,7 @@ def test_every_kind_of_failure_counts_and_the_reasons_are_kept(ledger, clock):
     assert ledger.failed("b", lease.want, lease.lease, "out of memory")
     lease = store(ledger, "c")
     assert ledger.lost(lease.want, lease.lease, "flipped bit")
-    location = ledger.locate("0-pack0")
+    location = ledger.locate("s-0-pack0")
     assert location.state == FAILED
     for reason, word in zip(
         location.reasons, ["a has not answered", "b: out of memory", "c stored it, but: flipped bit"]
@@ -134,7 +134,7 @@ def test_a_consumer_that_was_served_by_the_ledger_before_learns_what_to_remove(l
     restarted = Ledger(lease_seconds=10, max_attempts=3, clock=clock)
     restarted.want([want(0)])
     second = store(restarted)
-    assert restarted.consumed("0-pack0", lease.lease) == object_key("pack0", second.lease)
+    assert restarted.consumed("s-0-pack0", lease.lease) == object_key("pack0", second.lease)
 
 
 def test_only_objects_that_somebody_will_read_are_still_needed(ledger):
@@ -142,7 +142,7 @@ def test_only_objects_that_somebody_will_read_are_still_needed(ledger):
     first, second = store(ledger), store(ledger)
     keys = [object_key("pack0", first.lease), object_key("pack1", second.lease), "unknown"]
     ledger.consumed(first.want, first.lease)
-    assert ledger.still_needed(keys) == [keys[1]]
+    assert ledger.reconcile("p", keys) == [keys[1]]
 
 
 class Stream(RuleBasedStateMachine):
@@ -190,7 +190,7 @@ class Stream(RuleBasedStateMachine):
             self.working[producer] = lease
 
     def reconcile(self, producer):
-        needed = set(self.ledger.still_needed(self.held[producer]))
+        needed = set(self.ledger.reconcile(producer, self.held[producer]))
         for key in set(self.held[producer]) - needed:
             self.objects.pop(key, None)
         self.held[producer] = sorted(needed)

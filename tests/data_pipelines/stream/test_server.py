@@ -13,9 +13,10 @@ from data_pipelines.errors import UserError
 from data_pipelines.stores.config import StoreConfig
 from data_pipelines.stream import StreamError
 from data_pipelines.stream.client import LedgerClient
-from data_pipelines.stream.ledger import Want
+from data_pipelines.stream.config import SourceConfig
+from data_pipelines.stream.ledger import UNKNOWN, Want
 from data_pipelines.stream.messages import read_token
-from data_pipelines.stream.server import MAX_REQUEST_BYTES
+from data_pipelines.stream.server import MAX_REQUEST_BYTES, serve
 
 from .conftest import TOKEN, LedgerProcess
 
@@ -33,7 +34,7 @@ def http(ledger):
         yield client
 
 
-POSTS = ["want", "locate", "lost", "consumed", "lease", "stored", "failed", "reconcile", "finish"]
+POSTS = ["want", "locate", "lost", "consumed", "report", "lease", "stored", "failed", "reconcile", "finish"]
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x"])
@@ -55,27 +56,6 @@ def test_a_wrong_token_is_the_persons_error(ledger):
     client.close()
 
 
-def a_want(input_ids: list, lengths: list) -> dict:
-    return {"wants": [{"index": 1, "pack": "p", "features": "f", "input_ids": input_ids, "lengths": lengths}]}
-
-
-@pytest.mark.parametrize(
-    "path, body, word",
-    [
-        ("want", {}, "wants"),
-        ("want", {"wants": ["x"]}, "a want is an object"),
-        ("want", a_want([1, "2"], [2]), "integers"),
-        ("want", a_want([1, 2], [3]), "add up"),
-        ("locate", {"want": 3}, "want"),
-        ("lease", {"producer": "p", "features": "f", "wait": "long"}, "wait"),
-        ("stored", {"producer": "p", "want": "w", "lease": "l", "size": True, "checksum": "c"}, "size"),
-    ],
-)
-def test_what_is_not_understood_is_refused_with_the_reason(http, path, body, word):
-    answer = http.post(f"/{path}", json=body)
-    assert answer.status_code == 400 and word in answer.text
-
-
 def test_a_request_that_is_no_json_or_too_large_is_refused(http):
     assert http.post("/want", content=b"{").status_code == 400
     assert http.post("/want", content=b"[1]").status_code == 400
@@ -90,7 +70,7 @@ def test_long_polls_end_by_themselves_and_early_when_there_is_news(ledger):
     began = time.monotonic()
     assert client.lease("poller", "features-of-nobody", wait=60) == (None, False)
     assert 1.5 < time.monotonic() - began < 5
-    client.want([Want(0, "poll", "f1", [1], [1])])
+    client.want([Want("s", 0, "poll", "f1", 10, [1], [1])])
     began = time.monotonic()
     lease, _ = client.lease("poller", "f1")
     assert lease.pack == "poll" and time.monotonic() - began < 1
@@ -101,7 +81,7 @@ def test_long_polls_end_by_themselves_and_early_when_there_is_news(ledger):
 
 def test_status_and_metrics_show_the_stream(ledger, http):
     client = ledger.client()
-    client.want([Want(5, "shown", "f2", [1, 2], [2])])
+    client.want([Want("s", 5, "shown", "f2", 2000, [1, 2], [2])])
     lease, _ = client.lease("p", "f2")
     assert client.stored("p", lease.want, lease.lease, 1234, "sum")
     status = client.status()
@@ -112,6 +92,89 @@ def test_status_and_metrics_show_the_stream(ledger, http):
     assert 'draftsmith_producer_stored_total{producer="p"} 1.0' in metrics
     assert client.consumed(lease.want, lease.lease) == ""
     client.close()
+
+
+def test_a_newer_trainer_takes_over_and_the_older_one_is_told(ledger):
+    old, new = ledger.client(), ledger.client()
+    old.want([Want("old", 0, "taken", "f3", 10, [1], [1])])
+    lease, _ = new.lease("p3", "f3")
+    new.want([Want("new", 0, "taken", "f3", 10, [1], [1])])
+    assert new.instance != old.instance
+    with pytest.raises(StreamError, match="a newer trainer has taken over"):
+        old.want([Want("old", 1, "taken", "f3", 10, [1], [1])])
+    assert old.locate(lease.want).state == UNKNOWN
+    assert not new.stored("p3", lease.want, lease.lease, 10, "sum")
+    lease, _ = new.lease("p3", "f3")
+    assert lease.want == "new-0-taken" and new.asked_to_reconcile
+    assert new.reconcile("p3", []) == set()
+    assert new.lease("p3", "f3")[0].lease == lease.lease and not new.asked_to_reconcile
+    assert new.stored("p3", lease.want, lease.lease, 10, "sum")
+    assert new.consumed(lease.want, lease.lease) == ""
+    old.close()
+    new.close()
+
+
+def test_ranks_report_how_they_stand(ledger, http):
+    client = ledger.client()
+    client.want([Want("shown", 0, "p", "f4", 10, [1], [1])])
+    row = {"step": 1, "loss": float("nan"), "expected_length": 1.5, "wait_seconds": 1, "seconds": 4, "tokens": 8}
+    report = {"rank": 1, "world_size": 2, "host": "h", "pid": 5, "session": "shown", "step": 1, "total_steps": 9}
+    assert client.report({**report, "wait_fraction": 0.25, "rows": [row]}) == client.status()["instance"]
+    status = client.status()
+    [rank] = status["ranks"]
+    assert (rank["rank"], rank["step"], rank["total_steps"], rank["wait_fraction"]) == (1, 1, 9, 0.25)
+    assert rank["seen"] < 60
+    assert status["curve"] == [
+        {"step": 1, "loss": None, "expected_length": 1.5, "wait_fraction": 0.25, "tokens_per_second": 2.0}
+    ]
+    metrics = http.get("/metrics").text
+    assert 'draftsmith_rank_wait_fraction{rank="1"} 0.25' in metrics
+    assert "draftsmith_ledger_window_limit_bytes" in metrics and "draftsmith_ledger_bytes_per_second" in metrics
+    client.close()
+
+
+def test_a_report_to_a_ledger_that_is_away_fails_at_once():
+    client = LedgerClient("http://127.0.0.1:9", TOKEN)
+    with pytest.raises(StreamError, match="not answered for 0 s"):
+        client.report({})
+    client.close()
+
+
+def test_a_producer_says_how_it_spends_its_time(ledger, http):
+    client = ledger.client()
+    about = {"host": "h", "pid": 3, "capacity": 100, "compute_seconds": 2.5, "put_seconds": 1, "idle_seconds": 4}
+    client.lease("busy", "f5", wait=0, about=about)
+    [shown] = [p for p in client.status()["producers"] if p["name"] == "busy"]
+    assert about.items() <= shown.items() and shown["lease_age"] is None
+    metrics = http.get("/metrics").text
+    assert 'draftsmith_producer_idle_seconds_total{producer="busy"} 4.0' in metrics
+    assert 'draftsmith_producer_lent_bytes{producer="busy"} 100.0' in metrics
+    client.close()
+
+
+def test_methods_and_paths_that_are_not_there(http):
+    for path in POSTS:
+        assert http.get(f"/{path}").status_code == 405
+    assert http.post("/status").status_code == 405
+    assert http.get("/elsewhere").status_code == 404
+
+
+def test_reasons_are_cut_and_made_sendable(ledger):
+    client = ledger.client()
+    client.want([Want("shown", 3, "odd", "f6", 10, [1], [1])])
+    lease, _ = client.lease("p6", "f6")
+    assert client.failed("p6", lease.want, lease.lease, "no such file: \udcff" + "x" * 100_000)
+    assert "no such file: ?" in client.locate(lease.want).reasons[0]
+    client.consumed(lease.want, "")
+    client.close()
+
+
+@pytest.mark.parametrize("cert, key", [("cert.pem", ""), ("missing.pem", "missing.pem")])
+def test_tls_that_cannot_work_is_the_persons_error(cert, key):
+    with pytest.raises(UserError, match="certificate"):
+        serve("127.0.0.1", 0, TOKEN, {}, SourceConfig(), tls_cert=cert, tls_key=key)
+    with pytest.raises(UserError, match="certificate cannot be read"):
+        LedgerClient("https://127.0.0.1:1", TOKEN, ca_file="missing.pem")
 
 
 def test_the_page_for_people_holds_no_data(http):
@@ -128,9 +191,6 @@ def test_configuration_is_what_a_producer_needs(ledger, spec):
 
 
 def test_a_port_that_is_taken_is_the_persons_error(ledger):
-    from data_pipelines.stream.config import SourceConfig
-    from data_pipelines.stream.server import serve
-
     port = int(ledger.url.rpartition(":")[2])
     with pytest.raises(UserError, match="cannot listen"):
         serve("127.0.0.1", port, TOKEN, {}, SourceConfig())

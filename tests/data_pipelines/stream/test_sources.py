@@ -17,6 +17,7 @@ from data_pipelines.stores.config import StoreConfig
 from data_pipelines.stream import StreamError
 from data_pipelines.stream.cache import FeatureCache, capture
 from data_pipelines.stream.config import SourceConfig
+from data_pipelines.stream.quarantine import Quarantine, read_quarantine
 from data_pipelines.stream.sources import ColocatedSource, HybridSource, OfflineSource, build_source
 
 from .conftest import identity, producer_thread, stream_source, wait_until
@@ -151,6 +152,62 @@ def test_two_ranks_share_a_ledger(start_ledger, store, spec, engine, packs):
     assert sorted(wrong) == [("done", 0), ("done", 1)]
 
 
+def test_with_a_quarantine_the_run_does_without_a_pack_that_nobody_can_compute(
+    start_ledger, store, spec, engine, packs, tmp_path
+):
+    bad = packs[2]
+    ledger = start_ledger(max_attempts=3)
+    failing = FailsOn(engine, bad)
+    with producer_thread(ledger, store, spec, failing):
+        quarantine = Quarantine(tmp_path, most=2)
+        with stream_source(ledger, store, spec, quarantine=quarantine) as source:
+            source.want([(1, packs[1]), (2, bad), (3, packs[3])])
+            assert [source.get(i, packs[i]) is None for i in (1, 2, 3)] == [False, True, False]
+            assert source.counts == {"packs": 2, "quarantined": 1, "bytes": source.counts["bytes"]}
+        status = ledger.status()
+        assert (status["quarantined"], status["packs"]["failed"], status["next_index"]) == (1, 0, None)
+        (line,) = read_quarantine(tmp_path)
+        assert (line["pack"], line["index"], line["documents"]) == (identity(bad, spec), 2, bad.origins)
+        assert len(line["reasons"]) == 3 and all("this pack cannot be computed" in r for r in line["reasons"])
+
+        # Resumed: the same packs are gone, though they could be computed now; nobody is asked.
+        attempts, failing._bad = failing.computed, []
+        again = Quarantine(tmp_path, most=2)
+        with stream_source(ledger, store, spec, session="the-next", quarantine=again) as source:
+            hybrid = HybridSource(FeatureCache(tmp_path / "cache", spec), source)
+            for one in (source, hybrid):
+                one.want([(2, bad)])
+                assert one.get(2, bad) is None
+            assert failing.computed == attempts
+            assert hybrid.get(7, bad) is not None, "another use of the pack is tried"
+            assert hybrid.get(2, bad) is None, "now in the cache, and still not trained on here"
+
+
+def test_too_many_in_quarantine_stop_the_run_and_are_named(start_ledger, store, spec, engine, packs, tmp_path):
+    ledger = start_ledger(max_attempts=1)
+    with producer_thread(ledger, store, spec, FailsOn(engine, packs[2], packs[4])):
+        with stream_source(ledger, store, spec, quarantine=Quarantine(tmp_path, most=1)) as source:
+            assert source.get(2, packs[2]) is None
+            with pytest.raises(StreamError, match=r"2 packs .* more than source\.max_quarantined=1") as error:
+                source.get(4, packs[4])
+    for index in (2, 4):
+        assert f"pack {index} ({identity(packs[index], spec)}): {', '.join(packs[index].origins)}" in str(error.value)
+    with pytest.raises(StreamError, match="more than source"):
+        Quarantine(tmp_path, most=1)  # nor does a resumed run go on
+    Quarantine(tmp_path, most=2)
+
+
+def test_a_newer_session_takes_over_and_the_old_one_is_told(start_ledger, store, spec, engine, packs):
+    ledger = start_ledger()
+    with producer_thread(ledger, store, spec, engine):
+        with stream_source(ledger, store, spec) as old, stream_source(ledger, store, spec, session="newer") as new:
+            assert old.get(0, packs[0]) is not None
+            assert new.get(0, packs[0]) is not None
+            with pytest.raises(StreamError, match="a newer trainer has taken over this ledger"):
+                old.get(1, packs[1])
+            assert equal(new.get(1, packs[1]), ColocatedSource(engine, spec).get(1, packs[1]))
+
+
 def test_a_full_store_makes_the_producer_wait_and_nothing_is_lost(start_ledger, spec, engine, packs, tmp_path):
     """Room for about two packs, a window of twelve."""
     size = max(len(pack) for pack in packs) * spec.hidden_size * 4 * 3
@@ -219,7 +276,9 @@ def test_a_blocked_get_can_be_interrupted(start_ledger, store, spec, packs):
 def test_hybrid_fills_its_cache_and_then_needs_no_stream(start_ledger, store, spec, engine, packs, tmp_path):
     ledger = start_ledger()
     config = SourceConfig("hybrid", ledger=ledger.url, token_file=ledger.token_file)
-    source = build_source(config, store, spec, tmp_path, rank=0, engine=lambda: pytest.fail("no engine here"))
+    source = build_source(
+        config, store, spec, tmp_path, rank=0, session="s", engine=lambda: pytest.fail("no engine here")
+    )
     items = list(enumerate(packs[:4]))
     counting = FailsOn(engine)
     with producer_thread(ledger, store, spec, counting):
@@ -244,7 +303,7 @@ def test_the_hybrid_cache_keeps_its_limit(start_ledger, store, spec, engine, pac
     limit = 2 * max(len(pack) for pack in packs) * spec.hidden_size * 4 * 3
     with producer_thread(ledger, store, spec, engine), stream_source(ledger, store, spec) as stream:
         cache = FeatureCache(tmp_path / "cache", spec, limit_bytes=limit)
-        source = HybridSource(cache, stream, spec)
+        source = HybridSource(cache, stream)
         for index, pack in enumerate(packs[:10]):
             source.get(index, pack)
     held = sum(path.stat().st_size for path in (tmp_path / "cache").iterdir())
@@ -304,7 +363,8 @@ def test_colocated_features_can_be_trained_on(spec, engine, packs):
 
 def test_build_source_checks_what_it_is_given(spec, store, tmp_path):
     with pytest.raises(UserError, match="token"):
-        build_source(SourceConfig("stream", ledger="http://127.0.0.1:1"), store, spec, tmp_path, rank=0, engine=None)
+        config = SourceConfig("stream", ledger="http://127.0.0.1:1")
+        build_source(config, store, spec, tmp_path, rank=0, session="s", engine=None)
     with pytest.raises(FeatureError):
         FeatureCache(tmp_path, spec).path("x").write_bytes(b"not features")
         pack = Pack((Document(torch.ones(3, dtype=torch.int32).numpy(), torch.ones(3, dtype=torch.bool).numpy()),))

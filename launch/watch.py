@@ -1,0 +1,145 @@
+"""Which children hang: they are alive and do nothing (stopped, frozen, deadlocked). They are ended, and then started
+again like any that died.
+
+The servers are asked; of ranks and producers the ledger knows when they last called. A thread of its own asks, so that
+the launcher never waits for somebody who does not answer. What must not be taken for hanging: a process that was never
+heard of is still loading; while the ledger is away nobody can be heard of; and when this thread itself did not run
+(the machine slept), nobody did.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from data_pipelines.stream import StreamError
+from data_pipelines.stream.client import LedgerClient
+from data_pipelines.stream.messages import read_token
+from trainer.config import RunConfig
+
+from .processes import Child, Crew, end_hung, parent_of
+
+log = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 5.0
+
+
+@contextmanager
+def watching(crew: Crew, config: RunConfig, ports: dict[str, int]) -> Iterator[None]:
+    """Ends hanging children of `crew` while the block runs. Nothing is watched for cluster.hang_seconds=0 or without a
+    stream, where nobody can be asked."""
+    if not config.cluster.hang_seconds or "ledger" not in ports:
+        yield
+        return
+    ledger = LedgerClient(config.source.ledger, read_token(config.source.token_file), ca_file=config.source.ca_file)
+    master = f"http://{config.cluster.host}:{ports['metrics']}/health" if "metrics" in ports else ""
+    watch = Watch(crew, config, lambda: _ask_ledger(ledger), lambda: _ask_master(master))
+    stop = threading.Event()
+    thread = threading.Thread(target=watch.run, args=(stop,), name="watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(2.0)  # an answer that does not come is not waited for; `stop` is looked at before anybody is ended
+        ledger.close()
+
+
+class Watch:
+    """ask_ledger: its numbers (`Ledger.snapshot`), None if it does not answer. ask_master: whether it answers."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        config: RunConfig,
+        ask_ledger: Callable[[], dict[str, Any] | None],
+        ask_master: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._crew, self._ask_ledger, self._ask_master, self._clock = crew, ask_ledger, ask_master, clock
+        self._patience = config.cluster.hang_seconds
+        self._producer_patience = self._patience + config.source.lease_seconds  # it says nothing while it computes
+        self._host = socket.gethostname()
+        self._heard: dict[int, float] = {}  # process id → when it was last heard of
+        self._ranks: dict[int, int] = {}  # process id → rank
+        self._ledger = ""
+        self._awake_since = self._ears_since = clock()
+
+    def run(self, stop: threading.Event) -> None:
+        interval, before = min(1.0, self._patience / 5), self._clock()
+        while not stop.wait(interval):
+            if self._clock() - before > interval + self._patience / 2:
+                self._awake_since = self._clock()
+            try:
+                for child, process, why in self.look():
+                    if not stop.is_set():
+                        end_hung(child, process, why)
+            except Exception:  # the run goes on without this look
+                log.exception("the watch for hanging processes failed")
+            before = self._clock()
+
+    def look(self) -> list[tuple[Child, subprocess.Popen, str]]:
+        """Ask everybody once. Returns who has been silent for too long: the child, its process, what to say of it."""
+        lives = [(child, child.process) for child in self._crew.children]
+        snapshot = self._ask_ledger()
+        answering = {"ledger": snapshot is not None, "mooncake": self._ask_master()}
+        now = self._clock()
+        for child, process in lives:
+            if answering.get(child.role.name):
+                self._heard[process.pid] = now
+        self._listen(snapshot, now)
+        found = []
+        for child, process in lives:
+            for pid, who, patience, since in self._speakers(child, process):
+                heard = self._heard.get(pid, 0.0)
+                silence = now - max(heard, since)
+                if heard > child.started and silence > patience:  # else it is loading
+                    found.append((child, process, f"{who} was silent for {silence:.0f} s"))
+                    break
+        return found
+
+    def _listen(self, snapshot: dict[str, Any] | None, now: float) -> None:
+        """Note who called the ledger when. A ledger that is away, or new, has heard nobody."""
+        instance = snapshot["instance"] if snapshot else ""
+        if not instance or instance != self._ledger:
+            self._ears_since, self._ledger = now, instance
+        if snapshot is None:
+            return
+        for caller in [*snapshot["producers"], *snapshot["ranks"]]:
+            if caller["host"] == self._host:
+                self._heard[caller["pid"]] = max(now - caller["seen"], self._heard.get(caller["pid"], 0.0))
+        self._ranks.update({rank["pid"]: rank["rank"] for rank in snapshot["ranks"] if rank["host"] == self._host})
+
+    def _speakers(self, child: Child, process: subprocess.Popen) -> list[tuple[int, str, float, float]]:
+        """Whose silence shows that the child hangs: (process id, name, seconds allowed, counted from when at the least)."""
+        since = max(self._awake_since, self._ears_since)
+        if child.role.server:
+            return [(process.pid, "it", self._patience, self._awake_since)]
+        if child is not self._crew.trainer:
+            return [(process.pid, "it", self._producer_patience, since)]
+        ranks = [pid for pid in self._ranks if parent_of(pid) == process.pid]
+        return [(pid, f"rank {self._ranks[pid]}", self._patience, since) for pid in ranks]
+
+
+def _ask_ledger(ledger: LedgerClient) -> dict[str, Any] | None:
+    try:
+        return ledger.status(patience=0.0)
+    except StreamError:
+        return None
+
+
+def _ask_master(health: str) -> bool:
+    if not health:
+        return False
+    try:
+        return httpx.get(health, timeout=_ANSWER_SECONDS, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
