@@ -210,7 +210,9 @@ def _state(age: float, patience: float) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
-        table.add_column(column, no_wrap=True)
+        table.add_column(
+            column, no_wrap=True, min_width=None if column else len("alive")
+        )  # the state is always legible
     return table
 
 

@@ -3,8 +3,8 @@ again like any that died.
 
 The servers are asked; of ranks and producers the ledger knows when they last called. A thread of its own asks, so that
 the launcher never waits for somebody who does not answer. What must not be taken for hanging: a process that was never
-heard of is still loading; while the ledger is away nobody can be heard of; and when this thread itself did not run
-(the machine slept), nobody did.
+heard of is still loading, as long as it uses the processor at all; while the ledger is away nobody can be heard of; and
+when this thread itself did not run (the machine slept), nobody did.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from data_pipelines.stream.client import LedgerClient
 from data_pipelines.stream.messages import read_token
 from trainer.config import RunConfig
 
-from .processes import Child, Crew, end_hung, parent_of
+from .processes import Child, Crew, cpu_seconds, descendants, end_hung, parent_of
 
 log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 5.0
+_CPU_OF_LIFE = 0.1  # seconds of processor time; loading takes more, waiting in vain takes none
 
 
 @contextmanager
@@ -54,7 +55,10 @@ def watching(crew: Crew, config: RunConfig, ports: dict[str, int]) -> Iterator[N
 
 
 class Watch:
-    """ask_ledger: its numbers (`Ledger.snapshot`), None if it does not answer. ask_master: whether it answers."""
+    """ask_ledger: its numbers (`Ledger.snapshot`), None if it does not answer. ask_master: whether it answers.
+
+    cpu: processor time that processes have used, in seconds.
+    """
 
     def __init__(
         self,
@@ -63,13 +67,16 @@ class Watch:
         ask_ledger: Callable[[], dict[str, Any] | None],
         ask_master: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
+        cpu: Callable[[list[int]], float] = cpu_seconds,
     ):
-        self._crew, self._ask_ledger, self._ask_master, self._clock = crew, ask_ledger, ask_master, clock
+        self._crew, self._ask_ledger, self._ask_master = crew, ask_ledger, ask_master
+        self._clock, self._cpu, self._world_size = clock, cpu, config.cluster.ranks
         self._patience = config.cluster.hang_seconds
         self._producer_patience = self._patience + config.source.lease_seconds  # it says nothing while it computes
         self._host = socket.gethostname()
         self._heard: dict[int, float] = {}  # process id → when it was last heard of
         self._ranks: dict[int, int] = {}  # process id → rank
+        self._loading: dict[int, tuple[float, float]] = {}  # process id → when its cpu time last grew, and to what
         self._ledger = ""
         self._awake_since = self._ears_since = clock()
 
@@ -98,13 +105,39 @@ class Watch:
         self._listen(snapshot, now)
         found = []
         for child, process in lives:
-            for pid, who, patience, since in self._speakers(child, process):
-                heard = self._heard.get(pid, 0.0)
-                silence = now - max(heard, since)
-                if heard > child.started and silence > patience:  # else it is loading
-                    found.append((child, process, f"{who} was silent for {silence:.0f} s"))
-                    break
+            why = self._silent(child, process, now) or self._stuck_while_loading(child, process, now)
+            if why:
+                found.append((child, process, why))
         return found
+
+    def _silent(self, child: Child, process: subprocess.Popen, now: float) -> str:
+        for pid, who, patience, since in self._speakers(child, process):
+            heard = self._heard.get(pid, 0.0)
+            silence = now - max(heard, since)
+            if heard > child.started and silence > patience:  # else it is loading
+                return f"{who} was silent for {silence:.0f} s"
+        return ""
+
+    def _stuck_while_loading(self, child: Child, process: subprocess.Popen, now: float) -> str:
+        """Of a producer, or of ranks, that have not been heard of yet: whether they no longer use the processor.
+
+        torchrun itself does not count, since it looks after its ranks all the time.
+        """
+        if child.role.server:
+            return ""
+        family = [pid for pid, _ in descendants(process.pid)]
+        heard = [pid for pid in [process.pid, *family] if self._heard.get(pid, 0.0) > child.started]
+        is_trainer = child is self._crew.trainer
+        if len(heard) >= (self._world_size if is_trainer else 1):
+            return ""
+        loading = [pid for pid in (family if is_trainer else [process.pid, *family]) if pid not in heard]
+        used = self._cpu(loading)
+        since, before = self._loading.get(process.pid, (now, float("-inf")))
+        if abs(used - before) >= _CPU_OF_LIFE:
+            self._loading[process.pid] = (now, used)
+            return ""
+        idle = now - max(since, self._awake_since)
+        return f"it had not begun and did nothing for {idle:.0f} s" if idle > self._patience else ""
 
     def _listen(self, snapshot: dict[str, Any] | None, now: float) -> None:
         """Note who called the ledger when. A ledger that is away, or new, has heard nobody."""

@@ -1,25 +1,13 @@
-"""The short form of `make chaos`: a run under a few faults of different kinds ends as the undisturbed one does."""
+"""What judges in `make chaos`: the schedule and the audit. The run itself is `make chaos`; `.ci/run` has a short one."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.audit import audit_packs
 from tests.chaos.faults import KINDS, plan
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_a_run_under_violence_trains_every_pack_once_and_ends_with_the_same_weights(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.chaos", "--seed", "2", "--faults", "8", "--steps", "80"]
-    done = subprocess.run([*command, "--folder", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=580)
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].endswith("packs_lost=0 packs_twice=0 weights_identical=yes")
 
 
 def test_a_seed_is_a_schedule_with_every_kind_in_it() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from data_pipelines.errors import UserError
 from launch import processes
-from launch.processes import Crew, Role, claim_port, end_hung, free_port
+from launch.processes import Crew, Role, claim_port, cpu_seconds, end_hung, free_port
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -196,3 +196,10 @@ def test_a_port_in_use_is_named_with_its_key() -> None:
         assert caught.value.where == "cluster.ledger_port on 127.0.0.1"
     assert claim_port("cluster.ledger_port", "127.0.0.1", port) == port
     assert free_port("127.0.0.1") > 0
+
+
+def test_processor_time_of_whoever_is_there() -> None:
+    before = cpu_seconds([os.getpid(), 2**22 + 1])
+    while cpu_seconds([os.getpid()]) < before + 0.05:
+        sum(range(10_000))
+    assert cpu_seconds([2**22 + 1]) == 0.0

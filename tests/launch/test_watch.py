@@ -31,8 +31,17 @@ class World:
         self.rank = self._rank()
         self.now = self.trainer.started
         self.instance, self.heard, self.master_answers = "one", {}, True
-        config = load_config("ci_eagle3", ["cluster.hang_seconds=10", "source.lease_seconds=20"])
-        self.watch = Watch(self.crew, config, self._status, lambda: self.master_answers, clock=lambda: self.now)
+        self.busy = True  # whether whoever loads uses the processor
+        self.used = 0.0
+        config = load_config("ci_eagle3", ["cluster.hang_seconds=10", "source.lease_seconds=20", "cluster.ranks=1"])
+        self.watch = Watch(
+            self.crew, config, self._status, lambda: self.master_answers, clock=lambda: self.now, cpu=self._cpu
+        )
+
+    def _cpu(self, pids: list[int]) -> float:
+        self.asked_of = pids
+        self.used += self.busy
+        return self.used
 
     def _rank(self) -> int:
         children = Path(f"/proc/{self.trainer.process.pid}/task/{self.trainer.process.pid}/children")
@@ -69,6 +78,22 @@ def world(tmp_path: Path):
 def test_nobody_who_speaks_or_loads_is_accused(world: World) -> None:
     assert world.pass_time(100) == []  # ranks and producers load for as long as they need
     assert world.pass_time(100, "producer", "rank") == []
+
+
+def test_who_stops_loading_is_noticed(world: World) -> None:
+    world.pass_time(100)
+    world.busy = False
+    assert world.pass_time(10) == []
+    assert world.pass_time(1, "producer") == ["trainer: it had not begun and did nothing for 11 s"]
+    assert world.rank in world.asked_of and world.trainer.process.pid not in world.asked_of
+
+
+def test_a_rank_that_stops_loading_beside_one_that_trains(world: World) -> None:
+    world.watch._world_size = 2
+    world.busy = False
+    assert world.pass_time(11, "producer", "rank") == []
+    assert world.pass_time(1, "producer", "rank") == ["trainer: it had not begun and did nothing for 11 s"]
+    assert world.rank not in world.asked_of
 
 
 def test_a_silent_rank(world: World) -> None:

@@ -101,5 +101,9 @@ def two_ranks(tmp_path_factory) -> Path:
 
 def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
     """The rows [start, stop) of a batch, as a batch of their own."""
-    tensors = [name for name in Batch.__dataclass_fields__ if name != "address"]
-    return replace(batch, **{name: getattr(batch, name)[start:stop] for name in tensors})
+    return replace(batch, **{name: rows[start:stop] for name, rows in row_tensors(batch).items()})
+
+
+def row_tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    """What a batch holds for each of its rows."""
+    return {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}

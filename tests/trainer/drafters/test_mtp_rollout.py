@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tests.trainer.conftest import slice_batch
+from tests.trainer.conftest import row_tensors, slice_batch
 from trainer.batch import round_counts
 from trainer.drafters import Committed, build_drafter
 from trainer.drafters.attention import RolloutAttention
@@ -233,7 +233,7 @@ def test_packing_changes_nothing(world, mtp, options):
     drafter, made = mtp(steps=3, loss="ce + 0.5*kl", **options), world.make(LENGTHS)
     packed, judged = loss_of(drafter, world.frozen, made.batch)
     padding = world.make([5], seed=9, mask="none").batch
-    joined = {name: torch.cat([x, getattr(padding, name)]) for name, x in vars(made.batch).items() if name != "address"}
+    joined = {name: torch.cat([x, getattr(padding, name)]) for name, x in row_tensors(made.batch).items()}
     joined["document_ids"][-5:] += len(LENGTHS)
     padded, judged_padded = loss_of(drafter, world.frozen, replace(made.batch, **joined))
     torch.testing.assert_close((padded, judged_padded), (packed, judged), rtol=1e-9, atol=1e-9)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from data_pipelines.errors import UserError
-from trainer.checkpoint import RUN_FILE
 from trainer.config import load_config
 from trainer.export.run import export_run
 from trainer.export.speculators import load_export
+from trainer.seal import seal
 from trainer.setup import prepare_run
 from trainer.target import FrozenTarget
 
@@ -30,7 +31,11 @@ def test_newest_whole_checkpoint(tiny_target, tmp_path):
         with torch.no_grad():
             drafter.fc.weight.fill_(step)
         _save(drafter, tmp_path / "checkpoints" / f"step_{step:08d}", step)
-    _save(drafter, tmp_path / "checkpoints" / "step_00000060", None)  # not whole: no completion marker
+    damaged = tmp_path / "checkpoints" / "step_00000060"
+    _save(drafter, damaged, None)
+    with pytest.raises(UserError, match="step_00000060 is broken: run.json is missing"):
+        export_run(setup)  # an older one would be another drafter
+    shutil.rmtree(damaged)
 
     out = export_run(setup)
     assert out == tmp_path / "export"
@@ -50,4 +55,4 @@ def test_newest_whole_checkpoint(tiny_target, tmp_path):
 def _save(drafter, path, step) -> None:
     dcp.save({"model": drafter.state_dict()}, checkpoint_id=path, no_dist=True)
     if step is not None:
-        (path / RUN_FILE).write_text(json.dumps({"step": step, "identity": {}}))
+        seal(path, step, {})
