@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo smoke test chaos soak bench-stream lint format clean
+.PHONY: help setup setup-test demo smoke test identity chaos soak bench-stream lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,11 +21,14 @@ demo: setup  ## the main job on a real small model, into outputs/demo
 smoke: setup-test  ## the whole pipeline on a tiny target, once for every drafter: a minute each
 	@$(BIN)/python -m pytest -m smoke -v -rA tests/launch/test_smoke.py
 
-test: setup-test  ## all tests, two files at a time
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+test: setup-test  ## all tests, three files at a time: many of them wait for processes
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 chaos: setup-test  ## a run under 40 random kills, hangs and corruptions against an undisturbed one (SEED=1 FAULTS=40)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) --faults $(or $(FAULTS),40)
+
+identity: setup-test  ## one recipe run in many ways (producers, sources, kills) gives the same weights
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.identity
 
 soak: setup-test  ## many small packs through a real stream: does anything grow, is anything left? (PACKS=20000 CONSUMER=trainer)
 	@$(BIN)/python -m tests.benchmarks.soak --packs $(or $(PACKS),20000) --consumer $(or $(CONSUMER),source)

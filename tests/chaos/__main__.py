@@ -14,7 +14,7 @@ from .faults import Fault, Tormentor, plan
 from .victim import INTERRUPTED, PREEMPTED, Ended, Victim
 from .wounds import Guests, NotNow, shared_memory
 
-STEPS_PER_FAULT = 15  # so many that the run is not finished before the last fault, also on a fast machine
+STEPS_PER_FAULT = 8  # the run takes about 3 steps between two faults on 2 slow cores, more on a fast machine
 BATCH = 4
 _PATIENCE = 240.0  # seconds without a step, before the run counts as stuck
 _HASTY_SECONDS = 2.0

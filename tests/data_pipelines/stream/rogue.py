@@ -20,7 +20,7 @@ import torch
 
 from data_pipelines.engines import build_engine, resolve_target
 from data_pipelines.engines.targets import TargetConfig
-from data_pipelines.features import Features, FeatureSpec, encode, read_metadata
+from data_pipelines.features import Features, FeatureSpec, _checksum, _header, _layout, encode, read_metadata
 from data_pipelines.stores import Store, build_store
 from data_pipelines.stream.client import LedgerClient
 from data_pipelines.stream.ledger import Lease, object_key
@@ -102,11 +102,24 @@ class Rogue:
 
     def too_few_taps(self, lease: Lease) -> None:
         features = self.features(lease)
-        self.answer(lease, self.payload(lease, replace(features, taps=features.taps[:, 1:])))
+        few = replace(features, taps=features.taps[:, 1:])
+        self.answer(lease, self._forged(lease, few, taps=self._spec.taps[1:]))
 
     def wrong_dtype(self, lease: Lease) -> None:
         features = self.features(lease)
-        self.answer(lease, self.payload(lease, Features(features.taps.half(), features.final.half())))
+        self.answer(
+            lease, self._forged(lease, Features(features.taps.half(), features.final.half()), dtype="float16")
+        )
+
+    def _forged(self, lease: Lease, features: Features, **changes: Any) -> bytes:
+        """Features of a spec with `changes`, labelled as those of the spec that was asked for; the checksum is right."""
+        spec = replace(self._spec, **changes)
+        honest = self.payload(lease, features, spec=spec)
+        layout = _layout(spec, len(lease.input_ids))
+        body = honest[len(_header(layout, read_metadata(honest))) :]
+        labels = {"pack": lease.pack, "features": self._spec.fingerprint}
+        checksum = _checksum(layout, labels, [np.frombuffer(body, dtype=np.uint8)])
+        return _header(layout, {**labels, "checksum": checksum}) + body
 
     def another_layout(self, lease: Lease) -> None:
         """All documents computed as one: they have seen each other."""

@@ -33,7 +33,7 @@ def test_newest_whole_checkpoint(tiny_target, tmp_path):
         _save(drafter, tmp_path / "checkpoints" / f"step_{step:08d}", step)
     damaged = tmp_path / "checkpoints" / "step_00000060"
     _save(drafter, damaged, None)
-    with pytest.raises(UserError, match="step_00000060 is broken: run.json is missing"):
+    with pytest.raises(UserError, match=r"step_00000060 is broken: run\.json is missing"):
         export_run(setup)  # an older one would be another drafter
     shutil.rmtree(damaged)
 
