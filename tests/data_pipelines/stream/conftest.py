@@ -103,6 +103,7 @@ class LedgerThread(Reachable):
             window_bytes=window_bytes,
         )
         self._listener = socket.create_server(("127.0.0.1", port))
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as the real one does
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         app = LedgerServer(ledger, TOKEN, {}).app

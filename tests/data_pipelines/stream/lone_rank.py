@@ -20,6 +20,8 @@ from data_pipelines.stream.consumer import Prefetcher
 
 from .conftest import Reachable, make_packs, stream_source
 
+PACKS = 10  # of a round
+
 
 class Ledger(Reachable):
     def __init__(self, url: str):
@@ -39,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     config = json.loads(options.config.read_text())
     spec = FeatureSpec(**{**config["spec"], "taps": tuple(config["spec"]["taps"])})
-    packs = make_packs(resolve_target(TargetConfig(kind="tiny")).config.vocab_size)
+    packs = make_packs(resolve_target(TargetConfig(kind="tiny")).config.vocab_size)[:PACKS]
     told = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), told.set()), daemon=True).start()
 

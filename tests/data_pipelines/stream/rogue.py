@@ -107,9 +107,7 @@ class Rogue:
 
     def wrong_dtype(self, lease: Lease) -> None:
         features = self.features(lease)
-        self.answer(
-            lease, self._forged(lease, Features(features.taps.half(), features.final.half()), dtype="float16")
-        )
+        self.answer(lease, self._forged(lease, Features(features.taps.half(), features.final.half()), dtype="float16"))
 
     def _forged(self, lease: Lease, features: Features, **changes: Any) -> bytes:
         """Features of a spec with `changes`, labelled as those of the spec that was asked for; the checksum is right."""
@@ -203,15 +201,33 @@ class Rogue:
         time.sleep(lease.seconds)
 
 
-CRIMES: dict[str, Callable[[Rogue, Lease], None]] = {
-    name: getattr(Rogue, name)
-    for name in (
-        "not_finite", "zeros", "another_pack", "another_pack_relabelled", "wrong_taps", "too_few_taps", "wrong_dtype",
-        "another_layout", "flipped_bit", "truncated", "truncated_openly", "rubbish", "wrong_checksum", "never_put",
-        "immense", "negative_size", "nothing_at_all", "twice", "two_answers", "somebody_elses_lease", "gives_up",
-        "says_nothing",
-    )
-}  # fmt: skip
+# What the ledger records of each crime: part of the reason; "" for nothing at all.
+REASONS = {
+    "not_finite": "not finite",
+    "zeros": "all zeros",
+    "another_pack": "features of pack 0123456789abcdef, not of",
+    "another_pack_relabelled": "computed from other token ids",
+    "wrong_taps": "another target, taps or dtype",
+    "too_few_taps": "bytes of another layout",
+    "wrong_dtype": "bytes of another layout",
+    "another_layout": "another layout of documents",
+    "flipped_bit": "corrupt",
+    "truncated": "bytes, not",
+    "truncated_openly": "bytes of another layout",
+    "rubbish": "not a features payload",
+    "wrong_checksum": "is not the one that the producer reported",
+    "never_put": "there is no such object",
+    "immense": "more than the",
+    "negative_size": "has not answered within",
+    "nothing_at_all": "could not use it",
+    "twice": "",
+    "two_answers": "is not the one that the producer reported",
+    "somebody_elses_lease": "what nobody wants",
+    "gives_up": "does not want to",
+    "says_nothing": "has not answered within",
+}
+LEASES_LEFT_TO_END = ("negative_size", "says_nothing")
+CRIMES: dict[str, Callable[[Rogue, Lease], None]] = {name: getattr(Rogue, name) for name in REASONS}
 
 
 def main() -> None:

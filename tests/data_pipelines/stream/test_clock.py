@@ -59,17 +59,17 @@ def test_a_clock_that_jumps_by_a_day_and_back_changes_nothing(clock, tmp_path, s
     ledger = LedgerProcess(tmp_path, store, spec, lease_seconds=LEASE_SECONDS, max_attempts=1)
     stand = Stand(ledger, store, spec, engine, master)
     try:
-        stand.have(one=0, two=0)
+        stand.have(one=0)
         _assert_jumps(clock)
 
         def jump() -> None:
             for seconds in (24 * 3600, 0, -24 * 3600, 0):
                 clock(seconds)
                 consumed = stand.total("consumed")
-                wait_until(lambda: stand.total("consumed") > consumed + len(packs), 60)  # noqa: B023
-                time.sleep(1)
+                wait_until(lambda: stand.total("consumed") > consumed + 5, 60)  # noqa: B023
+                time.sleep(0.5)
 
-        stand.read_during(packs, jump)
+        stand.read_during(packs[:10], jump)
         totals = stand.status()["totals"]
         assert totals["expired"] == totals["lost"] == totals["failed"] == totals["refused"] == 0
         assert totals["stored"] == totals["consumed"]

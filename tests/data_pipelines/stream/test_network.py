@@ -24,7 +24,7 @@ from data_pipelines.stream.sources import ColocatedSource
 from ..conftest import free_port
 from .cable import Cable
 from .conftest import TOKEN, LedgerProcess, wait_until
-from .lone_rank import digest
+from .lone_rank import PACKS, digest
 from .stand import ROOT, Stand, Worker
 
 MIB = 1024**2
@@ -42,46 +42,57 @@ def stand(tmp_path_factory, master, spec, engine) -> Iterator[Stand]:
         made.close()
 
 
-@pytest.fixture
-def cable(stand) -> Iterator[Cable]:
+@pytest.fixture(scope="module")
+def far(stand) -> Iterator[Cable]:
+    """What the producer `far` reaches the ledger by; there is also `one`, beside the ledger."""
     laid = Cable(stand.ledger.url)
+    stand.start("one")
+    stand.start("far", delay=0.1, url=laid.url)
+    for name in ("one", "far"):
+        stand.wait_for(name)
     yield laid
     laid.close()
 
 
 @pytest.mark.parametrize("reset", [True, False], ids=["reset", "silent"])
-def test_a_producer_that_is_cut_off_from_the_ledger_comes_back(stand, cable, packs, reset):
-    """The other producer does its work meanwhile. A silent cut outlasts a call's time-out, hence a lease too."""
-    stand.have(one=0)
-    stand.start("far", delay=0.3, url=cable.url)
-    stand.wait_for("far")
+def test_a_producer_that_is_cut_off_from_the_ledger_comes_back(stand, far, packs, reset):
+    """The other producer does its work meanwhile. Either cut outlasts a lease, a silent one a call's time-out too."""
+    worker = stand.workers["far"]
+    said = len(worker.said())
 
     def cut() -> None:
         wait_until(lambda: stand.works("far"), 30)
-        cable.cut(reset=reset)
-        wait_until(lambda: "calling again" in stand.workers["far"].said(), 30)
-        time.sleep(LEASE_SECONDS)
+        far.cut(reset=reset)
+        began = time.monotonic()
+        wait_until(lambda: "calling again" in worker.said()[said:], 30)
+        time.sleep(max(0.0, LEASE_SECONDS + 1 - (time.monotonic() - began)))
         before = _stored_by(stand, "far")
-        cable.heal()
+        far.heal()
         wait_until(lambda: _stored_by(stand, "far") > before, 60)
 
-    stand.read_during(packs, cut)
+    stand.read_during(packs[:PACKS], cut)
 
 
 @pytest.mark.parametrize("reset", [True, False], ids=["reset", "silent"])
-def test_a_rank_that_is_cut_off_from_the_ledger_goes_on_when_it_is_back(stand, cable, packs, reset):
-    stand.have(one=0)
+def test_a_rank_that_is_cut_off_from_the_ledger_goes_on_when_it_is_back(stand, far, packs, reset):
+    """For longer than a lease, and when it is not told of the cut, than a call's time-out."""
     instance = []
+    cable = Cable(stand.ledger.url)
 
     def cut() -> None:
-        wait_until(lambda: stand.total("consumed") > 0, 30)
+        consumed = stand.total("consumed")
+        wait_until(lambda: stand.total("consumed") > consumed, 30)
         instance.append(stand.status()["instance"])
-        time.sleep(0.3)
         cable.cut(reset=reset)
-        time.sleep(12)
+        halted = stand.total("consumed")
+        time.sleep(LEASE_SECONDS + 1 if reset else 10.5)
+        assert stand.total("consumed") <= halted + 1, "the cable is cut: only a call under way can have arrived"
         cable.heal()
 
-    stand.read_during(packs, cut, url=cable.url)
+    try:
+        stand.read_during(packs[:PACKS], cut, url=cable.url)
+    finally:
+        cable.close()
     assert stand.status()["instance"] == instance[0]
 
 
@@ -193,7 +204,7 @@ def test_a_cable_between_two_machines_is_pulled_and_put_back(tmp_path, spec, eng
     a lease, a call's time-out and the store's patience with its client."""
     _need_namespaces()
     reference = ColocatedSource(engine, spec)
-    expected = [digest(reference.get(0, pack)) for pack in packs]
+    expected = [digest(reference.get(0, pack)) for pack in packs[:PACKS]]
     machines = TwoMachines()
     producers = []
     try:
@@ -210,22 +221,20 @@ def test_a_cable_between_two_machines_is_pulled_and_put_back(tmp_path, spec, eng
             with output.open("w") as out:
                 rank_options = {"stdin": subprocess.PIPE, "stdout": out}
                 with _process(command, tmp_path / "rank.log", **rank_options) as rank:
-                    for _ in range(2):
-                        before = len(lines())
-                        wait_until(lambda: len(lines()) > before + 10, 90, lambda: rank.poll() is None)  # noqa: B023
-                        machines.cut()
-                        time.sleep(15)
-                        halted = len(lines())
-                        time.sleep(1)
-                        assert len(lines()) == halted, "the cable is cut: nothing can arrive"
-                        machines.heal()
-                        wait_until(lambda: len(lines()) > halted + 10, 90, lambda: rank.poll() is None)  # noqa: B023
+                    wait_until(lambda: len(lines()) > 10, 90, lambda: rank.poll() is None)
+                    machines.cut()
+                    time.sleep(11)
+                    halted = len(lines())
+                    time.sleep(1)
+                    assert len(lines()) == halted, "the cable is cut: nothing can arrive"
+                    machines.heal()
+                    wait_until(lambda: len(lines()) > halted + 10, 90, lambda: rank.poll() is None)
                     rank.stdin.close()
                     assert rank.wait(120) == 0, (tmp_path / "rank.log").read_text()[-2000:]
             assert producers[0].alive()
             got = [line.split() for line in lines()]
             assert [int(index) for index, _ in got] == list(range(len(got)))
-            assert [found for _, found in got] == [expected[i % len(packs)] for i in range(len(got))]
+            assert [found for _, found in got] == [expected[i % PACKS] for i in range(len(got))]
     finally:
         for producer in producers:
             producer.kill()
