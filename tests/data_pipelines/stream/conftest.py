@@ -31,6 +31,21 @@ from data_pipelines.stream.sources import StreamSource
 TOKEN = "a-token-of-this-test"
 
 
+class Clock:
+    """For a ledger without real time: the test moves it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
 @pytest.fixture(scope="session")
 def spec(tiny_target) -> FeatureSpec:
     config = tiny_target.config

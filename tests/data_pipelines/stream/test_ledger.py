@@ -9,20 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from data_pipelines.stream.ledger import FAILED, LEASED, STORED, UNKNOWN, WANTED, Ledger, Want, object_key
 
+from .conftest import Clock
+
 FEATURES = "f" * 16
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture
