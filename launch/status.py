@@ -181,23 +181,23 @@ def _overview(snapshot: dict[str, Any]) -> Iterator[Text]:
 
 
 def _ranks(snapshot: dict[str, Any], patience: float) -> Table:
-    table = _table("rank", "process", "step", "waiting", "heard of", "")
+    table = _table("rank", "", "step", "waiting", "heard of", "process")
     for rank in snapshot["ranks"]:
-        cells = (rank["rank"], f"{rank['host']} {rank['pid']}", rank["step"], _share(rank["wait_fraction"]))
-        _row(table, cells, rank["seen"], _state(rank["seen"], patience))
+        cells = (rank["step"], _share(rank["wait_fraction"]))
+        _row(table, rank["rank"], _state(rank["seen"], patience), cells, rank)
     return table
 
 
 def _producers(snapshot: dict[str, Any], patience: float) -> Table:
-    table = _table("producer", "process", "works on", "stored", "failed", "expired", "busy", "heard of", "")
+    table = _table("producer", "", "works on", "stored", "failed", "expired", "busy", "heard of", "process")
     for p in snapshot["producers"]:
         spent = p["compute_seconds"] + p["idle_seconds"]
         busy = _share(p["compute_seconds"] / spent if spent else None)
         works_on = "–" if p["works_on"] is None else f"pack {p['works_on']}"
-        cells = (p["name"], f"{p['host']} {p['pid']}", works_on, p["stored"], p["failed"], p["expired"], busy)
+        cells = (works_on, p["stored"], p["failed"], p["expired"], busy)
         # One that computes says nothing.
         state = "alive" if p["works_on"] is not None and p["seen"] <= patience else _state(p["seen"], patience)
-        _row(table, cells, p["seen"], state)
+        _row(table, p["name"], state, cells, p)
     return table
 
 
@@ -210,15 +210,15 @@ def _state(age: float, patience: float) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
-        table.add_column(
-            column, no_wrap=True, min_width=None if column else len("alive")
-        )  # the state is always legible
+        table.add_column(column, no_wrap=True, min_width=len("alive") if not column else None)
     return table
 
 
-def _row(table: Table, cells: tuple[Any, ...], age: float, state: str) -> None:
+def _row(table: Table, name: Any, state: str, cells: tuple[Any, ...], caller: dict[str, Any]) -> None:
+    """What a narrow terminal cuts off stands last."""
     style = {"alive": "green", "late": "yellow", "hung": "red"}[state]
-    table.add_row(*(Text(str(cell)) for cell in cells), Text(f"{age:.0f} s ago"), Text(state, style=style))
+    rest = (*cells, f"{caller['seen']:.0f} s ago", f"{caller['host']} {caller['pid']}")
+    table.add_row(Text(str(name)), Text(state, style=style), *(Text(str(cell)) for cell in rest))
 
 
 def _number(value: float | None, digits: int = 3) -> str:
