@@ -39,7 +39,7 @@ class Greedy:
         self._target, self._tokenizer = target, target.load_tokenizer()
         check_template(self._tokenizer)
         self._max_new_tokens, self._batch_size = max_new_tokens, batch_size
-        self.identity = json.dumps([target.fingerprint, self._tokenizer.chat_template, max_new_tokens])
+        self.identity = json.dumps([target.fingerprint, self._tokenizer.chat_template, max_new_tokens, "token_ids"])
 
     def answer(self, prompts: Iterator[Prompt], done: Done) -> None:
         model, measured = self._target.load_model(torch.float32), []
@@ -75,7 +75,8 @@ class Greedy:
                     refused[i], waiting[i] = str(error), []
             answers = generate(list(ids.values()), model, self._tokenizer, self._max_new_tokens) if ids else []
             for i, answer in zip(ids, answers):
-                histories[i].append({"role": "assistant", "content": answer.text})
+                # The ids are trained on as they are: text may cut in another way, or write out a special token.
+                histories[i].append({"role": "assistant", "content": answer.text, "token_ids": answer.ids})
                 finish[i] = answer.finish_reason
                 if answer.finish_reason == "length":
                     waiting[i] = []
