@@ -1,4 +1,4 @@
-"""What judges in `make chaos`: the schedule and the audit. The run itself is `make chaos`; `.ci/run` has a short one."""
+"""What judges in `make chaos`: the schedule and the audit. The run itself is `make chaos`."""
 
 from __future__ import annotations
 
