@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from data_pipelines.errors import UserError
 
 from .parallel import World
-from .seal import Broken, Seal, read_seal, seal, sync_folder, verify
+from .seal import Broken, Seal, read_seal, seal, sync, verify
 
 log = logging.getLogger("trainer")
 
@@ -178,7 +178,7 @@ class Checkpointer:
         seal(temporary, step, self._identity)
         shutil.rmtree(final, ignore_errors=True)  # broken, or of steps that have just been done again
         os.replace(temporary, final)
-        sync_folder(self._folder)
+        sync(self._folder)
         self._retain(step)
 
     def _retain(self, newest: int) -> None:

@@ -47,7 +47,7 @@ def seal(folder: Path, step: int, identity: dict[str, Any]) -> None:
         json.dump({**asdict(made), "checksum": made.checksum}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(folder)
+    sync(folder)
 
 
 def read_seal(folder: Path) -> Seal:
@@ -88,9 +88,9 @@ def verify(folder: Path) -> Seal:
     return stated
 
 
-def sync_folder(folder: Path) -> None:
-    """Names, too, are only safe from a power failure once their folder has been written."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Put a file or a folder on the disk: names, too, are only safe from a power failure once their folder is there."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from ..seal import sync
 
 
 @contextmanager
@@ -21,8 +22,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
         yield temporary
         for path in temporary.rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)  # an engine may run as another user
-            _sync(path)
-        _sync(temporary)
+            sync(path)
+        sync(temporary)
         if out.exists():
             earlier = temporary.with_name(f"{temporary.name}.earlier")
             out.rename(earlier)
@@ -30,15 +31,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(earlier)
         else:
             temporary.rename(out)
-        _sync(out.parent)
+        sync(out.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
