@@ -8,7 +8,6 @@ import random
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -27,6 +25,7 @@ from data_pipelines.conversations.config import RegenerateConfig
 from data_pipelines.conversations.regenerate import regenerate
 from data_pipelines.conversations.rows import read_rows
 from data_pipelines.engines.targets import Target
+from tests.data_pipelines import serving
 
 
 def regenerate_in_process(target: str, source: str, out: str, options: dict) -> None:
@@ -64,26 +63,12 @@ class TransformersServe:
         self.process.wait()
 
 
-class Served:
-    """An ASGI application on a real socket, served by a thread; can be stopped and started again on its port."""
+class Served(serving.Served):
+    """Such a server: `url` is what a client is given."""
 
-    def __init__(self, app: Any):
-        self._app, self._port = app, 0
-        self.start()
-
-    def start(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", self._port))
-        self._port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}/v1"
-        self._server = uvicorn.Server(uvicorn.Config(self._app, log_level="critical", lifespan="off"))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._server.should_exit = self._server.force_exit = True
-        self._thread.join(10)
-        self._listener.close()
-        assert not self._thread.is_alive()
+    @property
+    def url(self) -> str:
+        return f"{self.address}/v1"
 
 
 class _Cut(Response):

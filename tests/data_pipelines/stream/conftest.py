@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import uvicorn
 
 from data_pipelines.engines import Engine, TargetConfig, build_engine
 from data_pipelines.features import Features, FeatureSpec
@@ -27,6 +25,7 @@ from data_pipelines.stream.messages import producer_config
 from data_pipelines.stream.producer import Producer
 from data_pipelines.stream.server import LedgerServer
 from data_pipelines.stream.sources import StreamSource
+from tests.data_pipelines.serving import Served
 
 TOKEN = "a-token-of-this-test"
 
@@ -117,20 +116,9 @@ class LedgerThread(Reachable):
             clock=time.monotonic,
             window_bytes=window_bytes,
         )
-        self._listener = socket.create_server(("127.0.0.1", port))
-        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as the real one does
-        self.port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        app = LedgerServer(ledger, TOKEN, {}).app
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._server.should_exit = self._server.force_exit = True
-        self._thread.join(10)
-        self._listener.close()
-        assert not self._thread.is_alive()
+        self._served = Served(LedgerServer(ledger, TOKEN, {}).app, port)
+        self.port, self.url = self._served.port, self._served.address
+        self.stop = self._served.stop
 
 
 class LedgerProcess(Reachable):
