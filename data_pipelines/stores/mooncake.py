@@ -24,6 +24,7 @@ import httpx
 import numpy as np
 
 from ..errors import UserError
+from ..network import own_address
 from . import Full, Missing, StoreError
 from .config import StoreConfig
 from .libraries import find_master, library_path, load_libraries
@@ -58,7 +59,7 @@ class MooncakeStore:
         self._client: Any = library.MooncakeDistributedStore()
         segment = config.segment_bytes if role == "producer" else 0
         code = self._client.setup(
-            _own_address(host, port), "P2PHANDSHAKE", segment, config.buffer_bytes, config.protocol, config.device,
+            own_address(host, port), "P2PHANDSHAKE", segment, config.buffer_bytes, config.protocol, config.device,
             config.master,
         )  # fmt: skip
         if code != 0:
@@ -219,13 +220,6 @@ def _probe(host: str, port: int) -> None:
             where=f"store.master={host}:{port}",
             fix="start mooncake_master first (draftsmith run does), or correct the address",
         ) from error
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address of this machine on the network that leads to the master: other clients reach us there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing
-        return probe.getsockname()[0]
 
 
 def _describe(code: int) -> str:

@@ -6,16 +6,16 @@ import logging
 import ssl
 import threading
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 import httpx
 
 from ..errors import UserError
 from . import StreamError
-from .ledger import Lease, Location, Want
 from .messages import MAX_TEXT, MAX_WAIT_SECONDS, finite
+from .wants import Lease, Location, Want
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class LedgerClient:
     # Trainer ranks
 
     def want(self, wants: Iterable[Want]) -> None:
-        waiting = [asdict(want) for want in wants]
+        waiting = [{**vars(want), "input_ids": b64encode(want.input_ids).decode()} for want in wants]
         for start in range(0, len(waiting), _WANTS_PER_REQUEST):
             self._call("POST", "/want", {"wants": waiting[start : start + _WANTS_PER_REQUEST]})
 
@@ -88,7 +88,7 @@ class LedgerClient:
         body = {"producer": producer, "features": features, "wait": wait, "about": about or {}}
         answer = self._call("POST", "/lease", body)
         self.asked_to_reconcile = answer["reconcile"]
-        return Lease(**answer["lease"]) if answer["lease"] else None, answer["finished"]
+        return _lease(answer["lease"]) if answer["lease"] else None, answer["finished"]
 
     def stored(self, producer: str, want: str, lease: str, size: int, checksum: str) -> bool:
         body = {"producer": producer, "want": want, "lease": lease, "size": size, "checksum": checksum}
@@ -172,6 +172,10 @@ class LedgerClient:
             raise StreamError(f"what answers is not a ledger: {response.text[:100]!r}", where=self.url) from error
         self.instance = answer.get("instance", self.instance)
         return answer
+
+
+def _lease(written: dict[str, Any]) -> Lease:
+    return Lease(**{**written, "input_ids": b64decode(written["input_ids"])})
 
 
 def _trust(ca_file: str) -> ssl.SSLContext | bool:

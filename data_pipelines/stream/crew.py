@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from .messages import About
@@ -26,15 +27,21 @@ class Crew:
 
     def __init__(self, clock: Callable[[], float], silent_seconds: float):
         self._clock, self._silent_seconds = clock, silent_seconds
-        self._known: dict[str, Producer] = {}
+        self._known: dict[str, Producer] = {}  # whoever has called last is last
+        self._here: dict[str, Producer] = {}  # of these, who has not left; in the same order
+        self._lent = 0
 
     def __getitem__(self, name: str) -> Producer:
         return self._known[name]
 
     def see(self, name: str, about: About | None = None) -> Producer:
         """The producer has called."""
-        known = self._known.setdefault(name, Producer(self._clock(), About()))
+        known = self._known.pop(name, None) or Producer(self._clock(), About())
+        if self._here.pop(name, None):
+            self._lent -= known.about.capacity
         known.seen, known.about = self._clock(), about or known.about
+        self._known[name] = self._here[name] = known
+        self._lent += known.about.capacity
         return known
 
     def present(self, name: str) -> bool:
@@ -42,15 +49,19 @@ class Crew:
         return known is not None and self._clock() - known.seen < self._silent_seconds
 
     def lent(self) -> int:
-        """Bytes of the store that those who are present lend."""
-        return sum(known.about.capacity for name, known in self._known.items() if self.present(name))
+        """Bytes of the store that those lend who have not left."""
+        return self._lent
 
-    def leave(self) -> Iterator[str]:
-        """Names of those who are not present. Those who have not been for ten minutes are forgotten."""
-        for name in [name for name in self._known if not self.present(name)]:
-            yield name
-            if self._clock() - self._known[name].seen >= _FORGET_SECONDS:
-                del self._known[name]
+    def leave(self) -> list[str]:
+        """Names of those who have been silent for too long, once each. After ten minutes they are forgotten."""
+        now = self._clock()
+        gone = list(takewhile(lambda name: now - self._here[name].seen >= self._silent_seconds, self._here))
+        for name in gone:
+            self._lent -= self._here.pop(name).about.capacity
+        patience = max(_FORGET_SECONDS, self._silent_seconds)
+        for name in list(takewhile(lambda name: now - self._known[name].seen >= patience, self._known)):
+            del self._known[name]
+        return gone
 
     def describe(self) -> list[dict[str, Any]]:
         now = self._clock()

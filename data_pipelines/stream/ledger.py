@@ -25,14 +25,16 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from .board import Board
 from .crew import Crew
 from .messages import About, Report
+from .ready import Ready
+from .wants import FAILED, LEASED, STORED, UNKNOWN, WANTED, Lease, Location, Want, object_key
 from .window import Window
 
-WANTED, LEASED, STORED, FAILED, UNKNOWN = "wanted", "leased", "stored", "failed", "unknown"
 _STORE_FORGETS_SECONDS = 10.0  # Mooncake's master drops the objects of a client that has been silent for so long
 _STALL_SECONDS = 5.0  # without any movement, before objects of high indices make room for a lower one
 _TOTALS = (
@@ -43,65 +45,6 @@ _TOTALS = (
 
 class Retired(Exception):
     """A want of a session that a newer one has replaced."""
-
-
-def want_id(session: str, index: int, pack: str) -> str:
-    """The name of one use of a pack: who uses it (a trainer's session), its place in the plan and its id."""
-    return f"{session}-{index}-{pack}"
-
-
-def object_key(pack: str, lease: str) -> str:
-    """The store's key for what a lease produced. Lease ids are random, hence no key is ever used twice."""
-    return f"{pack}-{lease}"
-
-
-@dataclass(frozen=True)
-class Want:
-    """session: of the trainer, new at each of its starts. features: `FeatureSpec.fingerprint` of what is wanted.
-
-    bytes: the most that the payload will have. A producer needs input_ids [T] and lengths (Σ = T).
-    """
-
-    session: str
-    index: int
-    pack: str
-    features: str
-    bytes: int
-    input_ids: list[int]
-    lengths: list[int]
-
-    @property
-    def id(self) -> str:
-        return want_id(self.session, self.index, self.pack)
-
-
-@dataclass(frozen=True)
-class Lease:
-    """One producer's task, to be done within `seconds`."""
-
-    want: str
-    lease: str
-    index: int
-    pack: str
-    input_ids: list[int]
-    lengths: list[int]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Location:
-    """What is known about a want. key, size [bytes], checksum and lease are those of the stored object.
-
-    progress: packs that this ledger has seen stored so far, of any want; its growth shows that the stream is alive.
-    """
-
-    state: str
-    key: str = ""
-    size: int = 0
-    checksum: str = ""
-    lease: str = ""
-    reasons: list[str] = field(default_factory=list)
-    progress: int = 0
 
 
 @dataclass
@@ -130,7 +73,10 @@ class Ledger:
         self._lease_seconds, self._max_attempts, self._clock = lease_seconds, max_attempts, clock
         self._started = self._moved = clock()
         self._entries: dict[str, _Entry] = {}
-        self._leases: dict[str, _Entry] = {}  # producer → what it works on
+        self._ready: Ready[_Entry] = Ready(lambda e: e.state == WANTED and self._entries.get(e.want.id) is e)
+        self._leases: dict[str, _Entry] = {}  # producer → what it works on, by deadline
+        self._news: set[str] = set()
+        self._offers: set[str] = set()
         self._crew = Crew(clock, lease_seconds + _STORE_FORGETS_SECONDS)
         self._window = Window(window_bytes)
         self._retired: set[str] = set()
@@ -145,7 +91,8 @@ class Ledger:
             if want.session != self.session:
                 self._begin(want.session)
             if want.id not in self._entries:
-                self._entries[want.id] = _Entry(want)
+                self._entries[want.id] = entry = _Entry(want)
+                self._offer(entry)
                 self._totals["wanted"] += 1
 
     def locate(self, want: str) -> Location:
@@ -177,12 +124,13 @@ class Ledger:
         entry = self._entries.pop(want, None)
         if entry is None:
             return ""
+        self._news.add(want)
         if entry.state == FAILED:
             self._totals["quarantined"] += 1
             return ""
         superfluous = entry.key if entry.state == STORED and entry.lease != lease else ""
         self._totals["consumed"] += 1
-        self._board.consumed(entry.room or entry.want.bytes, len(entry.want.input_ids))
+        self._board.consumed(entry.room or entry.want.bytes, sum(entry.want.lengths))
         self._release(entry, gone=removed and entry.lease == lease)
         return superfluous
 
@@ -210,9 +158,10 @@ class Ledger:
             entry.state, entry.producer, entry.leased = LEASED, producer, known.seen
             entry.lease = uuid.uuid4().hex[:16]
             entry.key = object_key(entry.want.pack, entry.lease)
-            self._leases[producer] = entry
             self._occupy(entry, entry.want.bytes)
         entry.deadline = known.seen + self._lease_seconds
+        self._leases.pop(producer, None)
+        self._leases[producer] = entry  # at the end: it ends last
         w = entry.want
         return Lease(w.id, entry.lease, w.index, w.pack, w.input_ids, w.lengths, self._lease_seconds)
 
@@ -232,12 +181,13 @@ class Ledger:
             return False
         del self._leases[entry.producer]
         entry.state, entry.checksum = STORED, checksum
+        self._news.add(want)
         self._occupy(entry, size)
         known.stored += 1
         known.bytes += size
         self._totals["stored"] += 1
         self._totals["bytes"] += size
-        self._totals["tokens"] += len(entry.want.input_ids)
+        self._totals["tokens"] += sum(entry.want.lengths)
         return True
 
     def failed(self, producer: str, want: str, lease: str, reason: str) -> bool:
@@ -264,9 +214,17 @@ class Ledger:
         self._pass_time()
         self._crew.see(producer)
         self._window.tidy(producer, held := set(keys))
+        self._offers.update(self._ready.kinds())
         return sorted(held & {entry.key for entry in self._entries.values()})
 
     # Everybody
+
+    def take_news(self) -> tuple[set[str], set[str]]:
+        """Since the last call: wants of which `locate` says something else, and producers that became untidy; features
+        of which there may be something to lease."""
+        news, offers = self._news, self._offers
+        self._news, self._offers = set(), set()
+        return news, offers
 
     def finish(self) -> None:
         """The run is over: producers are told to end."""
@@ -314,7 +272,9 @@ class Ledger:
             self._retired.add(self.session)
             for entry in self._entries.values():
                 self._release(entry)
+            self._news.update(self._entries)
             self._entries.clear()
+            self._ready.clear()
             self.instance = uuid.uuid4().hex[:12]
         self.session = session
         self._board.begin(session)
@@ -323,8 +283,7 @@ class Ledger:
         """The wanted pack with the lowest index, if it fits into the window. No higher one overtakes it."""
         window = self.window()
         taken, limit = window["used"] + window["garbage"], window["limit"]
-        ready = (e for e in self._entries.values() if e.state == WANTED and e.want.features == features)
-        for entry in sorted(ready, key=lambda e: e.want.index):
+        while (entry := self._ready.first(features)) is not None:
             if not limit or taken + entry.want.bytes <= limit:
                 return entry
             if entry.want.bytes <= limit:
@@ -335,6 +294,7 @@ class Ledger:
             )
             entry.reasons.append(reason + "or store.segment_bytes, or lower data.pack_tokens")
             entry.state = FAILED
+            self._news.add(entry.want.id)
             self._board.error(f"pack {entry.want.index}", entry.reasons[-1])
         return None
 
@@ -355,15 +315,17 @@ class Ledger:
             too_much -= victim.room
             self._totals["evicted"] += 1
             self._release(victim)
+            self._offer(victim)
 
     def _pass_time(self) -> None:
         """Let leases expire; forget producers that are gone."""
         now = self._clock()
-        for entry in [e for e in self._leases.values() if now >= e.deadline]:
+        for entry in list(takewhile(lambda e: now >= e.deadline, self._leases.values())):
             self._crew[entry.producer].expired += 1
             self._again(entry, "expired", f"{entry.producer} has not answered within {self._lease_seconds:g} s")
         for name in self._crew.leave():
             self._window.forget(name)
+            self._offers.update(self._ready.kinds())
 
     def _again(self, entry: _Entry, what: str, reason: str, *, gone: bool = False) -> None:
         """An attempt has come to nothing. what: the total that counts it. gone: no object of it is left."""
@@ -371,8 +333,12 @@ class Ledger:
         self._board.error(f"pack {entry.want.index}", reason)
         self._release(entry, gone=gone)
         entry.reasons.append(reason)
-        entry.state = FAILED if len(entry.reasons) >= self._max_attempts else WANTED
-        self._totals["retries"] += entry.state == WANTED
+        if len(entry.reasons) >= self._max_attempts:
+            entry.state = FAILED
+            self._news.add(entry.want.id)
+        else:
+            self._offer(entry)
+            self._totals["retries"] += 1
 
     def _release(self, entry: _Entry, *, gone: bool = False) -> None:
         """The entry, leased or stored, is wanted again; its object, unless gone, is garbage."""
@@ -382,11 +348,18 @@ class Ledger:
             del self._leases[entry.producer]
         if not gone and self._crew.present(entry.producer):
             self._window.throw_away(entry.producer, entry.key, entry.room)
+            self._news.add(entry.producer)
         self._occupy(entry, 0)
         entry.state = WANTED
         entry.lease = entry.producer = entry.key = entry.checksum = ""
 
+    def _offer(self, entry: _Entry) -> None:
+        self._ready.add(entry.want.features, entry.want.index, entry)
+        self._offers.add(entry.want.features)
+
     def _occupy(self, entry: _Entry, room: int) -> None:
+        if room < entry.room:
+            self._offers.update(self._ready.kinds())
         self._window.used += room - entry.room
         entry.room, self._moved = room, self._clock()
 

@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, model_validator
 
 from .. import __version__
 from ..errors import UserError
 from ..stores.config import StoreConfig
+from .wants import unpack_ids
 
 MAX_WAIT_SECONDS = 2.0  # of a long poll; whoever waits for something asks again
 MAX_TEXT = 10_000  # characters of a reason
@@ -24,7 +25,6 @@ MAX_TEXT = 10_000  # characters of a reason
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
 Length = Annotated[int, Field(ge=1, lt=2**31)]
 Seconds = Annotated[float, Field(ge=0)]
 
@@ -34,20 +34,22 @@ class Message(BaseModel):
 
 
 class WantedPack(Message):
-    """See `ledger.Want`."""
+    """See `wants.Want`."""
 
     session: Name
     index: Count
     pack: Name
     features: Name
     bytes: Annotated[int, Field(ge=1, lt=2**63)]
-    input_ids: list[Token]
+    input_ids: Base64Bytes
     lengths: list[Length]
 
     @model_validator(mode="after")
-    def _lengths_add_up(self) -> WantedPack:
-        if sum(self.lengths) != len(self.input_ids):
-            raise ValueError(f"{len(self.input_ids)} token ids, but lengths add up to {sum(self.lengths)}")
+    def _are_token_ids(self) -> WantedPack:
+        if 4 * sum(self.lengths) != len(self.input_ids):
+            raise ValueError(f"input_ids are {len(self.input_ids)} bytes, but lengths add up to {sum(self.lengths)}")
+        if unpack_ids(self.input_ids).min(initial=0) < 0:
+            raise ValueError("input_ids: a negative token id")
         return self
 
 

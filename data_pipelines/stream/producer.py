@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..engines import build_engine
@@ -30,9 +29,9 @@ from ..features import FeatureSpec, encode, read_metadata
 from ..logs import configure_logging, fields
 from ..stores import Full, Store, StoreError, build_store
 from .client import LedgerClient
-from .ledger import Lease, object_key
 from .messages import ProducerConfig, read_token
 from .metrics import ProducerCollector, serve_metrics
+from .wants import Lease, object_key, unpack_ids
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ class Producer:
         began = time.monotonic()
         key = object_key(lease.pack, lease.lease)
         about = {"pack": lease.index, "key": key}
-        log.info("leased", extra=fields(**about, tokens=len(lease.input_ids)))
+        log.info("leased", extra=fields(**about, tokens=sum(lease.lengths)))
         try:
             with self._timing("compute_seconds"):
                 payload = self._compute(lease)
@@ -158,7 +157,7 @@ class Producer:
             self._drop([key])
 
     def _compute(self, lease: Lease) -> bytes:
-        input_ids = np.asarray(lease.input_ids, dtype=np.int32)
+        input_ids = unpack_ids(lease.input_ids)
         features = self._engine.compute(input_ids, tuple(lease.lengths))
         return encode(features, pack=lease.pack, input_ids=input_ids, lengths=lease.lengths, spec=self._spec)
 

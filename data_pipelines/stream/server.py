@@ -13,7 +13,6 @@ One event loop owns the ledger, so nothing is locked. By hand: `python -m data_p
 from __future__ import annotations
 
 import argparse
-import asyncio
 import hmac
 import json
 import logging
@@ -22,8 +21,8 @@ import signal
 import socket
 import ssl
 import time
+from base64 import b64encode
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,12 @@ from ..logs import configure_logging, fields
 from ..stores.filesystem import write_atomically
 from . import messages
 from .config import SourceConfig
-from .ledger import FAILED, STORED, UNKNOWN, Lease, Ledger, Location, Retired, Want
+from .ledger import Ledger, Retired
 from .messages import MAX_WAIT_SECONDS, Message, read_token
 from .metrics import LedgerCollector
+from .polls import Polls
 from .status_page import STATUS_HEADERS, STATUS_PAGE
+from .wants import FAILED, STORED, UNKNOWN, Lease, Location, Want
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class LedgerServer:
         if not token:
             raise UserError("the ledger has no token; it would obey anybody")
         self.ledger, self._token, self._config = ledger, token.encode(), config
-        self._changed = asyncio.Event()
+        self._polls = Polls()
         self._metrics = CollectorRegistry()
         self._metrics.register(LedgerCollector(ledger.snapshot))
         routes = [
@@ -96,7 +97,6 @@ class LedgerServer:
         self.ledger.want([Want(**dict(want)) for want in asked.wants])
         if before != self.ledger.session:
             log.info("a trainer begins", extra=fields(session=self.ledger.session, after=before or "none"))
-        self._notify()
         return {}
 
     async def _locate(self, asked: messages.LocateRequest, request: Request) -> Answer:
@@ -104,18 +104,16 @@ class LedgerServer:
             location = self.ledger.locate(asked.want)
             return location if location.state in (STORED, FAILED, UNKNOWN) else None
 
-        location = await self._until(poll, asked.wait, request)
-        return asdict(location or self.ledger.locate(asked.want))
+        location = await self._until(poll, asked.wait, request, (asked.want,))
+        return vars(location or self.ledger.locate(asked.want))
 
     async def _lost(self, asked: messages.LostRequest, request: Request) -> Answer:
         log.warning("lost", extra=fields(want=asked.want, reason=asked.reason))
         accepted = self.ledger.lost(asked.want, asked.lease, asked.reason, removed=asked.removed)
-        self._notify()
         return {"accepted": accepted}
 
     async def _consumed(self, asked: messages.ConsumedRequest, request: Request) -> Answer:
         superfluous = self.ledger.consumed(asked.want, asked.lease, removed=asked.removed)
-        self._notify()
         return {"remove": superfluous}
 
     async def _report(self, asked: messages.Report, request: Request) -> Answer:
@@ -131,34 +129,34 @@ class LedgerServer:
             lease = self.ledger.lease(asked.producer, asked.features, asked.about)
             return lease or self.ledger.untidy(asked.producer)
 
-        answer = await self._until(poll, asked.wait, request)
+        room = _for_lease(asked.features)
+        answer = await self._until(poll, asked.wait, request, (room, asked.producer))
+        if isinstance(answer, Lease):
+            self._polls.wake_one(room)  # there may be more
         return {
-            "lease": asdict(answer) if isinstance(answer, Lease) else None,
+            "lease": _written(answer) if isinstance(answer, Lease) else None,
             "finished": self.ledger.finished,
             "reconcile": self.ledger.untidy(asked.producer),
         }
 
     async def _stored(self, asked: messages.StoredRequest, request: Request) -> Answer:
         accepted = self.ledger.stored(asked.producer, asked.want, asked.lease, asked.size, asked.checksum)
-        self._notify()
         return {"accepted": accepted}
 
     async def _failed(self, asked: messages.FailedRequest, request: Request) -> Answer:
         log.warning("failed", extra=fields(producer=asked.producer, want=asked.want, reason=asked.reason))
         accepted = self.ledger.failed(asked.producer, asked.want, asked.lease, asked.reason)
-        self._notify()
         return {"accepted": accepted}
 
     async def _reconcile(self, asked: messages.ReconcileRequest, request: Request) -> Answer:
         keep = self.ledger.reconcile(asked.producer, asked.keys)
-        self._notify()
         return {"keep": keep}
 
     # The launcher
 
     async def _finish(self, asked: messages.FinishRequest, request: Request) -> Answer:
         self.ledger.finish()
-        self._notify()
+        self._polls.wake_all()
         return {}
 
     # Their common part
@@ -175,6 +173,7 @@ class LedgerServer:
                 return _refused()
             try:
                 answer = await handler(await _read(request, model), request)
+                self._spread_news()
             except BadRequest as error:
                 return PlainTextResponse(str(error), error.status)
             except Retired as error:
@@ -189,29 +188,39 @@ class LedgerServer:
         given = request.headers.get("authorization", "").encode("utf-8", "replace")
         return hmac.compare_digest(given, b"Bearer " + self._token)
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _spread_news(self) -> None:
+        """Wake those whom it concerns: of the producers, one, who wakes the next if it gets something."""
+        news, offers = self.ledger.take_news()
+        for name in news:
+            self._polls.wake(name)
+        for features in offers:
+            self._polls.wake_one(_for_lease(features))
 
-    async def _until(self, poll: Callable[[], Any], wait: float, request: Request) -> Any:
+    async def _until(self, poll: Callable[[], Any], wait: float, request: Request, names: tuple[str, ...]) -> Any:
         """The first answer of `poll` that is not None (or False), or None after `wait` (bounded) seconds.
 
-        A caller that has gone away gets nothing: a lease handed to it would be an attempt wasted.
+        names: what its answer depends on; the first is passed on by a caller that has gone away and gets nothing: a lease
+        handed to it would be an attempt wasted.
         """
         deadline = time.monotonic() + min(wait, MAX_WAIT_SECONDS)
         while True:
-            changed = self._changed
             if answer := poll():
                 return answer
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            try:
-                await asyncio.wait_for(changed.wait(), left)
-            except TimeoutError:
-                continue
-            if await request.is_disconnected():
+            if await self._polls.sleep(names, left) and await request.is_disconnected():
+                self._polls.wake_one(names[0])
                 return None
+
+
+def _written(lease: Lease) -> Answer:
+    return {**vars(lease), "input_ids": b64encode(lease.input_ids).decode()}
+
+
+def _for_lease(features: str) -> str:
+    """What producers without work wait for."""
+    return f"lease of {features}"
 
 
 async def _read(request: Request, model: type[Message]) -> Any:

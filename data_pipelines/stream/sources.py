@@ -24,9 +24,9 @@ from . import StreamError
 from .cache import FeatureCache
 from .client import LedgerClient
 from .config import SourceConfig
-from .ledger import FAILED, STORED, UNKNOWN, Location, Want, want_id
 from .messages import read_token
 from .quarantine import Quarantine
+from .wants import FAILED, STORED, UNKNOWN, Location, Want, pack_ids, want_id
 
 log = logging.getLogger(__name__)
 
@@ -281,7 +281,7 @@ class StreamSource:
             pack=self.identity(pack),
             features=self._spec.fingerprint,
             bytes=payload_bytes(self._spec, len(pack)),
-            input_ids=pack.input_ids.tolist(),
+            input_ids=pack_ids(pack.input_ids),
             lengths=list(pack.lengths),
         )
 

@@ -23,8 +23,8 @@ from data_pipelines.engines.targets import TargetConfig
 from data_pipelines.features import Features, FeatureSpec, _checksum, _header, _layout, encode, read_metadata
 from data_pipelines.stores import Store, build_store
 from data_pipelines.stream.client import LedgerClient
-from data_pipelines.stream.ledger import Lease, object_key
 from data_pipelines.stream.messages import ProducerConfig, read_token
+from data_pipelines.stream.wants import Lease, object_key, pack_ids, unpack_ids
 
 
 class Rogue:
@@ -48,13 +48,13 @@ class Rogue:
     # What the crimes are made of
 
     def features(self, lease: Lease) -> Features:
-        return self._engine.compute(np.asarray(lease.input_ids, dtype=np.int32), tuple(lease.lengths))
+        return self._engine.compute(unpack_ids(lease.input_ids), tuple(lease.lengths))
 
     def payload(self, lease: Lease, features: Features | None = None, **changes: Any) -> bytes:
         """A payload with a right checksum, honest but for `changes`."""
         labels = {
             "pack": lease.pack,
-            "input_ids": np.asarray(lease.input_ids, dtype=np.int32),
+            "input_ids": unpack_ids(lease.input_ids),
             "lengths": lease.lengths,
             "spec": self._spec,
         }
@@ -93,7 +93,7 @@ class Rogue:
         self.answer(lease, self._other(lease, pack=lease.pack))
 
     def _other(self, lease: Lease, *, pack: str) -> bytes:
-        other = replace(lease, input_ids=lease.input_ids[::-1])
+        other = replace(lease, input_ids=pack_ids(unpack_ids(lease.input_ids)[::-1]))
         return self.payload(other, pack=pack)
 
     def wrong_taps(self, lease: Lease) -> None:
@@ -113,7 +113,7 @@ class Rogue:
         """Features of a spec with `changes`, labelled as those of the spec that was asked for; the checksum is right."""
         spec = replace(self._spec, **changes)
         honest = self.payload(lease, features, spec=spec)
-        layout = _layout(spec, len(lease.input_ids))
+        layout = _layout(spec, sum(lease.lengths))
         body = honest[len(_header(layout, read_metadata(honest))) :]
         labels = {"pack": lease.pack, "features": self._spec.fingerprint}
         checksum = _checksum(layout, labels, [np.frombuffer(body, dtype=np.uint8)])
@@ -121,7 +121,7 @@ class Rogue:
 
     def another_layout(self, lease: Lease) -> None:
         """All documents computed as one: they have seen each other."""
-        self.answer(lease, self.payload(replace(lease, lengths=[1, len(lease.input_ids) - 1])))
+        self.answer(lease, self.payload(replace(lease, lengths=[1, sum(lease.lengths) - 1])))
 
     def flipped_bit(self, lease: Lease) -> None:
         honest = self.payload(lease)

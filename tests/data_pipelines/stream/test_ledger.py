@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from data_pipelines.stream.ledger import FAILED, LEASED, STORED, UNKNOWN, WANTED, Ledger, Want, object_key
+from data_pipelines.stream.ledger import Ledger
+from data_pipelines.stream.wants import FAILED, LEASED, STORED, UNKNOWN, WANTED, Want, object_key, pack_ids
 
 from .conftest import Clock
 
@@ -20,7 +21,7 @@ def ledger(clock):
 
 
 def want(index: int, pack: str | None = None, features: str = FEATURES) -> Want:
-    return Want("s", index, pack or f"pack{index}", features, 1000, [1, 2, 3], [2, 1])
+    return Want("s", index, pack or f"pack{index}", features, 1000, pack_ids([1, 2, 3]), [2, 1])
 
 
 def store(ledger: Ledger, producer: str = "p"):
@@ -34,7 +35,7 @@ def test_a_pack_goes_through_its_states(ledger):
     assert ledger.locate("s-0-pack0").state == WANTED
     lease = ledger.lease("p", FEATURES)
     assert ledger.locate("s-0-pack0").state == LEASED
-    assert (lease.input_ids, lease.lengths, lease.seconds) == ([1, 2, 3], [2, 1], 10)
+    assert (lease.input_ids, lease.lengths, lease.seconds) == (pack_ids([1, 2, 3]), [2, 1], 10)
     assert ledger.stored("p", lease.want, lease.lease, 7, "sum")
     location = ledger.locate("s-0-pack0")
     assert (location.state, location.size, location.checksum) == (STORED, 7, "sum")

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from data_pipelines.stream.ledger import FAILED, STORED, UNKNOWN, Retired, object_key
+from data_pipelines.stream.ledger import Retired
+from data_pipelines.stream.wants import FAILED, STORED, UNKNOWN, object_key
 
 from .conftest import Clock
 from .test_ledger_window import (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from data_pipelines.stream.ledger import FAILED, LEASED, STORED, UNKNOWN, WANTED, Ledger, Retired, Want, object_key
+from data_pipelines.stream.ledger import Ledger, Retired
 from data_pipelines.stream.messages import About, Report
+from data_pipelines.stream.wants import FAILED, LEASED, STORED, UNKNOWN, WANTED, Want, object_key, pack_ids
 
 from .conftest import Clock
 
@@ -25,7 +26,7 @@ def ledger(clock):
 
 
 def want(index: int, size: int = 4, session: str = "s") -> Want:
-    return Want(session, index, f"pack{index}", FEATURES, size, [1, 2, 3], [2, 1])
+    return Want(session, index, f"pack{index}", FEATURES, size, pack_ids([1, 2, 3]), [2, 1])
 
 
 def store(ledger: Ledger, producer: str = "p", size: int | None = None):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -20,8 +19,8 @@ from data_pipelines.stores.config import StoreConfig
 from data_pipelines.stores.mooncake import library_path, master_command
 from data_pipelines.stream.messages import producer_config
 from data_pipelines.stream.sources import ColocatedSource
+from tests.machines import Machine, two_machines
 
-from ..conftest import free_port
 from .cable import Cable
 from .conftest import TOKEN, LedgerProcess, wait_until
 from .lone_rank import PACKS, digest
@@ -100,58 +99,7 @@ def _stored_by(stand: Stand, name: str) -> int:
     return sum(p["stored"] for p in stand.status()["producers"] if p["name"].startswith(f"{name}-"))
 
 
-# Two machines: network namespaces joined by a cable
-
-
-def _need_namespaces() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("NOT TESTED: a cut network between machines (network namespaces need root)")
-    if not shutil.which("ip"):
-        subprocess.run(["apt-get", "install", "-y", "--no-install-recommends", "iproute2"], capture_output=True)
-    probe = f"draftsmith-probe-{os.getpid()}"
-    made = shutil.which("ip") and subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
-    if not made or made.returncode:
-        reason = made.stderr.strip() if made else "no ip command"
-        pytest.skip(f"NOT TESTED: a cut network between machines ({reason})")
-    subprocess.run(["ip", "netns", "del", probe], check=True)
-
-
-class TwoMachines:
-    """Namespaces `near` and `far`, each with its own address on a cable between them."""
-
-    def __init__(self) -> None:
-        mark = os.getpid()
-        self.near, self.far = f"near-{mark}", f"far-{mark}"
-        self.near_address, self.far_address = "10.213.47.1", "10.213.47.2"
-        ends = [f"vn{mark}", f"vf{mark}"]
-        self._far_end = ends[1]
-        for name in (self.near, self.far):
-            _ip("netns", "add", name)
-        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for name, end, address in zip((self.near, self.far), ends, (self.near_address, self.far_address)):
-            _ip("link", "set", end, "netns", name)
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
-            for device in ("lo", end):
-                _ip("-n", name, "link", "set", device, "up")
-
-    def cut(self) -> None:
-        """Nobody is told: packets only stop arriving."""
-        _ip("-n", self.far, "link", "set", self._far_end, "down")
-
-    def heal(self) -> None:
-        _ip("-n", self.far, "link", "set", self._far_end, "up")
-
-    def remove(self) -> None:
-        for name in (self.near, self.far):
-            _ip("netns", "del", name)
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-def _inside(namespace: str) -> tuple[str, ...]:
-    return ("ip", "netns", "exec", namespace)
+# Two machines
 
 
 @contextmanager
@@ -166,13 +114,11 @@ def _process(command: list[str], log: Path, **options) -> Iterator[subprocess.Po
 
 
 @contextmanager
-def _near_side(machines: TwoMachines, folder: Path, spec) -> Iterator[tuple[str, StoreConfig]]:
-    """Master and ledger in the near namespace: (the ledger's address, the store)."""
-    port, metrics_port, ledger_port = free_port(), free_port(), free_port()
-    near = machines.near_address
+def _near_side(near: Machine, folder: Path, spec) -> Iterator[tuple[str, StoreConfig]]:
+    """Master and ledger on one machine: (the ledger's address, the store)."""
     store = StoreConfig(
         "mooncake",
-        master=f"{near}:{port}",
+        master=f"{near.address}:50051",
         segment_bytes=64 * MIB,
         buffer_bytes=16 * MIB,
         transfer_timeout_seconds=3,
@@ -181,9 +127,9 @@ def _near_side(machines: TwoMachines, folder: Path, spec) -> Iterator[tuple[str,
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "token").write_text(TOKEN)
     libraries = ":".join(filter(None, [library_path(), os.environ.get("LD_LIBRARY_PATH")]))
-    master = [*_inside(machines.near), *master_command(near, port, metrics_port)]
-    ledger = [*_inside(machines.near), sys.executable, "-m", "data_pipelines.stream.server", "--host", near]
-    ledger += ["--port", str(ledger_port), "--config", str(folder / "config.json")]
+    master = near.inside(*master_command(near.address, 50051, 50052))
+    ledger = near.inside(sys.executable, "-m", "data_pipelines.stream.server", "--host", near.address)
+    ledger += ["--port", "8700", "--config", str(folder / "config.json")]
     ledger += ["--token-file", str(folder / "token"), "--address-file", str(folder / "address")]
     ledger += ["--lease-seconds", str(LEASE_SECONDS), "--max-attempts", "9"]
     environment = {**os.environ, "LD_LIBRARY_PATH": libraries}
@@ -202,40 +148,31 @@ class _Folder:
 def test_a_cable_between_two_machines_is_pulled_and_put_back(tmp_path, spec, engine, packs):
     """A producer on one machine; store, ledger and rank on the other. Cut in the middle of everything, for longer than
     a lease, a call's time-out and the store's patience with its client."""
-    _need_namespaces()
     reference = ColocatedSource(engine, spec)
     expected = [digest(reference.get(0, pack)) for pack in packs[:PACKS]]
-    machines = TwoMachines()
-    producers = []
-    try:
-        with _near_side(machines, tmp_path, spec) as (url, store):
-            producers.append(Worker(url, _Folder(tmp_path), "far", delay=0.05, prefix=_inside(machines.far)))
-            (tmp_path / "rank.json").write_text(json.dumps({"store": asdict(store), "spec": asdict(spec)}))
-            output = tmp_path / "rank.out"
-            command = [*_inside(machines.near), sys.executable, "-m", "tests.data_pipelines.stream.lone_rank"]
-            command += ["--ledger", url, "--config", str(tmp_path / "rank.json")]
+    with two_machines(tmp_path) as (near, far, link), _near_side(near, tmp_path, spec) as (url, store):
+        producer = Worker(url, _Folder(tmp_path), "far", delay=0.05, prefix=tuple(far.inside()))
+        (tmp_path / "rank.json").write_text(json.dumps({"store": asdict(store), "spec": asdict(spec)}))
+        output = tmp_path / "rank.out"
+        command = near.inside(sys.executable, "-m", "tests.data_pipelines.stream.lone_rank")
+        command += ["--ledger", url, "--config", str(tmp_path / "rank.json")]
 
-            def lines() -> list[str]:
-                return output.read_text().splitlines() if output.exists() else []
+        def lines() -> list[str]:
+            return output.read_text().splitlines() if output.exists() else []
 
-            with output.open("w") as out:
-                rank_options = {"stdin": subprocess.PIPE, "stdout": out}
-                with _process(command, tmp_path / "rank.log", **rank_options) as rank:
-                    wait_until(lambda: len(lines()) > 10, 90, lambda: rank.poll() is None)
-                    machines.cut()
-                    time.sleep(11)
-                    halted = len(lines())
-                    time.sleep(1)
-                    assert len(lines()) == halted, "the cable is cut: nothing can arrive"
-                    machines.heal()
-                    wait_until(lambda: len(lines()) > halted + 10, 90, lambda: rank.poll() is None)
-                    rank.stdin.close()
-                    assert rank.wait(120) == 0, (tmp_path / "rank.log").read_text()[-2000:]
-            assert producers[0].alive()
-            got = [line.split() for line in lines()]
-            assert [int(index) for index, _ in got] == list(range(len(got)))
-            assert [found for _, found in got] == [expected[i % PACKS] for i in range(len(got))]
-    finally:
-        for producer in producers:
-            producer.kill()
-        machines.remove()
+        with output.open("w") as out:
+            with _process(command, tmp_path / "rank.log", stdin=subprocess.PIPE, stdout=out) as rank:
+                wait_until(lambda: len(lines()) > 10, 90, lambda: rank.poll() is None)
+                link.cut()
+                time.sleep(11)
+                halted = len(lines())
+                time.sleep(1)
+                assert len(lines()) == halted, "the link is cut: nothing can arrive"
+                link.heal()
+                wait_until(lambda: len(lines()) > halted + 10, 90, lambda: rank.poll() is None)
+                rank.stdin.close()
+                assert rank.wait(120) == 0, (tmp_path / "rank.log").read_text()[-2000:]
+        assert producer.alive()
+    got = [line.split() for line in lines()]
+    assert [int(index) for index, _ in got] == list(range(len(got)))
+    assert [found for _, found in got] == [expected[i % PACKS] for i in range(len(got))]

@@ -14,9 +14,9 @@ from data_pipelines.stores.config import StoreConfig
 from data_pipelines.stream import StreamError
 from data_pipelines.stream.client import LedgerClient
 from data_pipelines.stream.config import SourceConfig
-from data_pipelines.stream.ledger import UNKNOWN, Want
 from data_pipelines.stream.messages import read_token
 from data_pipelines.stream.server import MAX_REQUEST_BYTES, serve
+from data_pipelines.stream.wants import UNKNOWN, Want, pack_ids
 
 from .conftest import TOKEN, LedgerProcess
 
@@ -70,7 +70,7 @@ def test_long_polls_end_by_themselves_and_early_when_there_is_news(ledger):
     began = time.monotonic()
     assert client.lease("poller", "features-of-nobody", wait=60) == (None, False)
     assert 1.5 < time.monotonic() - began < 5
-    client.want([Want("s", 0, "poll", "f1", 10, [1], [1])])
+    client.want([Want("s", 0, "poll", "f1", 10, pack_ids([1]), [1])])
     began = time.monotonic()
     lease, _ = client.lease("poller", "f1")
     assert lease.pack == "poll" and time.monotonic() - began < 1
@@ -81,7 +81,7 @@ def test_long_polls_end_by_themselves_and_early_when_there_is_news(ledger):
 
 def test_status_and_metrics_show_the_stream(ledger, http):
     client = ledger.client()
-    client.want([Want("s", 5, "shown", "f2", 2000, [1, 2], [2])])
+    client.want([Want("s", 5, "shown", "f2", 2000, pack_ids([1, 2]), [2])])
     lease, _ = client.lease("p", "f2")
     assert client.stored("p", lease.want, lease.lease, 1234, "sum")
     status = client.status()
@@ -96,12 +96,12 @@ def test_status_and_metrics_show_the_stream(ledger, http):
 
 def test_a_newer_trainer_takes_over_and_the_older_one_is_told(ledger):
     old, new = ledger.client(), ledger.client()
-    old.want([Want("old", 0, "taken", "f3", 10, [1], [1])])
+    old.want([Want("old", 0, "taken", "f3", 10, pack_ids([1]), [1])])
     lease, _ = new.lease("p3", "f3")
-    new.want([Want("new", 0, "taken", "f3", 10, [1], [1])])
+    new.want([Want("new", 0, "taken", "f3", 10, pack_ids([1]), [1])])
     assert new.instance != old.instance
     with pytest.raises(StreamError, match="a newer trainer has taken over"):
-        old.want([Want("old", 1, "taken", "f3", 10, [1], [1])])
+        old.want([Want("old", 1, "taken", "f3", 10, pack_ids([1]), [1])])
     assert old.locate(lease.want).state == UNKNOWN
     assert not new.stored("p3", lease.want, lease.lease, 10, "sum")
     lease, _ = new.lease("p3", "f3")
@@ -116,7 +116,7 @@ def test_a_newer_trainer_takes_over_and_the_older_one_is_told(ledger):
 
 def test_ranks_report_how_they_stand(ledger, http):
     client = ledger.client()
-    client.want([Want("shown", 0, "p", "f4", 10, [1], [1])])
+    client.want([Want("shown", 0, "p", "f4", 10, pack_ids([1]), [1])])
     row = {"step": 1, "loss": float("nan"), "expected_length": 1.5, "wait_seconds": 1, "seconds": 4, "tokens": 8}
     report = {"rank": 1, "world_size": 2, "host": "h", "pid": 5, "session": "shown", "step": 1, "total_steps": 9}
     assert client.report({**report, "wait_fraction": 0.25, "rows": [row]}) == client.status()["instance"]
@@ -161,7 +161,7 @@ def test_methods_and_paths_that_are_not_there(http):
 
 def test_reasons_are_cut_and_made_sendable(ledger):
     client = ledger.client()
-    client.want([Want("shown", 3, "odd", "f6", 10, [1], [1])])
+    client.want([Want("shown", 3, "odd", "f6", 10, pack_ids([1]), [1])])
     lease, _ = client.lease("p6", "f6")
     assert client.failed("p6", lease.want, lease.lease, "no such file: \udcff" + "x" * 100_000)
     assert "no such file: ?" in client.locate(lease.want).reasons[0]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import time
+from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipelines.stream import messages, server
-from data_pipelines.stream.ledger import FAILED, LEASED, STORED, WANTED, Ledger
+from data_pipelines.stream.ledger import Ledger
 from data_pipelines.stream.server import LedgerServer
+from data_pipelines.stream.wants import FAILED, LEASED, STORED, WANTED, pack_ids
 
 TOKEN = "a-token"
 WINDOW = 100
-WANT = {"session": "s", "index": 0, "pack": "p", "features": "f", "bytes": 9, "input_ids": [1, 2], "lengths": [2]}
+IDS = b64encode(pack_ids([1, 2])).decode()
+WANT = {"session": "s", "index": 0, "pack": "p", "features": "f", "bytes": 9, "input_ids": IDS, "lengths": [2]}
 ANSWER = {"want": "s-0-p", "lease": "l"}
 VALID: dict[str, dict[str, Any]] = {
     "want": {"wants": [WANT]},
@@ -246,7 +249,7 @@ def test_anything_of_another_kind_is_refused(path, place):
         ([{**WANT, "lengths": [3]}], "add up"),
         ([{**WANT, "lengths": [0, 2]}], "lengths"),
         ([{**WANT, "lengths": []}], "add up"),
-        ([{**WANT, "input_ids": [1, -1]}], "input_ids"),
+        ([{**WANT, "input_ids": b64encode(pack_ids([1, -1])).decode()}], "input_ids"),
         ([WANT, {**WANT, "session": "t"}], "several sessions"),
         ([{k: v for k, v in WANT.items() if k != "bytes"}], "bytes"),
     ],

@@ -14,7 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from data_pipelines.stores.config import StoreConfig
-from data_pipelines.stream.ledger import Want
+from data_pipelines.stream.wants import Want, pack_ids
 
 from .conftest import TOKEN, LedgerProcess, wait_until
 
@@ -98,7 +98,7 @@ class Parties:
         return answer.json()
 
     def want(self, *indices: int) -> None:
-        wants = [Want(self.session, i, f"pack{i}", "f", 50_000_000, [1, 2, 3], [3]) for i in indices]
+        wants = [Want(self.session, i, f"pack{i}", "f", 50_000_000, pack_ids([1, 2, 3]), [3]) for i in indices]
         self.post("/want", wants=[asdict(want) for want in wants])
 
     def lease(self, producer: str) -> dict:
