@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo smoke test identity chaos soak bench-stream lint format clean
+.PHONY: help setup setup-test demo smoke test identity chaos soak bench-stream scale gpu lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,12 @@ soak: setup-test  ## many small packs through a real stream: does anything grow,
 
 bench-stream: setup-test  ## the stream's bytes and CPU seconds beside memcpy, TCP and the store alone
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.stream
+
+scale: setup-test  ## every parallel mode on 1, 2 and 4 ranks: the same run? what does a rank hold? (about 10 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.scale
+
+gpu: setup-test  ## on a machine with a GPU: the demo, and the 8B recipes' drafters: tokens/s, MFU, memory (under 10 minutes)
+	@$(BIN)/python -m tests.benchmarks.gpu
 
 lint: setup-test  ## ruff: rules and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

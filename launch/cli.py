@@ -42,8 +42,43 @@ def _finished_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    _recipe(parser)
+    _recipe(parser, optional=True)
+    _config_dir(parser)
+    parser.add_argument("--config", metavar="FILE", help="instead of a recipe: a resolved config.yaml")
     parser.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
+
+
+def _slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe(parser)
+    _config_dir(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _recipe(parser)
+    parser.add_argument("--samples", type=float, metavar="N", help="documents, such as 600e3 (default: counted)")
+    parser.add_argument("--tokens", type=float, metavar="N", help="tokens of all documents, once, such as 6e9")
+    parser.add_argument("--mean-tokens", type=float, metavar="N", help="tokens of a document")
+    parser.add_argument("--supervised", type=float, metavar="SHARE", help="of the tokens, that are trained on")
+    parser.add_argument("--json", action="store_true", help="print everything, as JSON")
+
+
+def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    _plan_arguments(parser)
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="to simulate, once the pipeline is full")
+    parser.add_argument("--ledgers", type=int, default=1, metavar="N", help="what if the ledger were sharded")
+    for role in ("producer", "rank"):
+        text = f"hours that a {role} lives on average (0: for ever)"
+        parser.add_argument(f"--{role}-mtbf", type=float, default=0.0, metavar="H", help=text)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _bench_node_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="FILE", help="write what was measured, for cluster.hardware.device=FILE")
+
+
+def _config_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config-dir", metavar="FOLDER", help="your own recipes and groups, such as cluster/site.yaml")
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +155,16 @@ def _nothing(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "run": Command("a whole run on this machine, from prompts to the report", _run_arguments, "launch.run:command"),
+    "slurm": Command("the same, as a job on a Slurm cluster", _slurm_arguments, "launch.slurm.submit:command"),
+    "plan": Command(
+        "what a run will take: memory, links, time, money", _plan_arguments, "launch.planner.command:command"
+    ),
+    "simulate": Command(
+        "a plan's run as a simulation, with queues and failures",
+        _simulate_arguments,
+        "launch.planner.simulation_command:command",
+    ),
+    "bench-node": Command("measure this machine for plans", _bench_node_arguments, "launch.planner.bench_node:command"),
     "status": Command("how a run stands, now", _status_arguments, "launch.status:command"),
     "prepare": Command(
         "rows → documents and packs; prints what became of them", _prepare_arguments, "launch.prepare:command"

@@ -35,7 +35,7 @@ def recipes(arguments: argparse.Namespace) -> None:
 
     for path in sorted(Path(folder.__path__[0]).glob("*.yaml")):
         comment = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
-        print(f"{path.stem:<16} {comment[0].partition('. ')[0] if comment else ''}")
+        print(f"{path.stem:<22} {comment[0].partition('. ')[0] if comment else ''}")
 
 
 def regenerate(arguments: argparse.Namespace) -> None:

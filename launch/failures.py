@@ -40,7 +40,8 @@ def ending(name: str, status: int, said: str) -> Ending:
 
 def told_to_stop(said: str, preempted: int) -> bool:
     """Whether the ranks (with the exit status `preempted`) or torchrun itself obeyed a signal to stop."""
-    return any(int(code) == preempted for _, code in _RANK.findall(said)) or f"got signal: {signal.SIGTERM}" in said
+    by_signal = any(f"got signal: {number:d}" in said for number in (signal.SIGTERM, signal.SIGUSR1))
+    return by_signal or any(int(code) == preempted for _, code in _RANK.findall(said))
 
 
 def failure(name: str, log: str, said: str, what: str) -> UserError:
@@ -55,8 +56,9 @@ def failure(name: str, log: str, said: str, what: str) -> UserError:
 
 
 def describe(status: int) -> str:
-    if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
+    number = -status if status < 0 else status - 128  # srun says it as shells do
+    if number in iter(signal.Signals):
+        return f"was ended by {signal.Signals(number).name}"
     return f"exited with status {status}"
 
 

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from trainer.config import RunConfig
 
 from . import roles
+from .places import Here
 from .preflight import needs_master, needs_stream
 from .processes import Role
 from .screen import Screen
@@ -19,6 +20,8 @@ def show_plan(config: RunConfig, screen: Screen) -> None:
     """Prints the resolved configuration, the processes with their commands, and the stages."""
     run_dir = Path(config.run_dir)
     screen.line(OmegaConf.to_yaml(OmegaConf.structured(config)).rstrip())
+    if config.cluster.launcher == "slurm":
+        screen.line("\ndraftsmith slurm … --dry-run shows the job that runs these, ranks and producers on their nodes")
     screen.line(f"\nprocesses, with logs in {run_dir / 'logs'}:")
     for role in planned_roles(config, run_dir):
         environment = "".join(f"{key}={value} " for key, value in role.env.items())
@@ -31,6 +34,7 @@ def show_plan(config: RunConfig, screen: Screen) -> None:
 def planned_roles(config: RunConfig, run_dir: Path) -> list[Role]:
     """The roles with the ports that the configuration fixes; others are chosen when the run starts."""
     cluster = config.cluster
+    places = Here(cluster, cluster.host)
     given = {"ledger": cluster.ledger_port, "store": cluster.store_port, "metrics": cluster.metrics_port}
     ports = {name: port or "ANY_FREE_PORT" for name, port in given.items()}
     connected = roles.connect(config, run_dir, ports)
@@ -38,10 +42,10 @@ def planned_roles(config: RunConfig, run_dir: Path) -> list[Role]:
     if needs_master(config):
         planned.append(roles.master(config, ports))
     if needs_stream(config):
-        planned += [roles.ledger(run_dir), *roles.producers(connected)]
+        planned += [roles.ledger(run_dir), *roles.producers(connected, places)]
     if config.source.name == "offline":
-        planned += roles.captures(config, run_dir)
-    return [*planned, roles.trainer(config, run_dir)]
+        planned += roles.captures(config, run_dir, places)
+    return [*planned, roles.trainer(config, run_dir, places, ports)]
 
 
 def stages(config: RunConfig) -> list[tuple[str, str]]:

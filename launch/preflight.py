@@ -13,7 +13,7 @@ from data_pipelines.errors import UserError
 from trainer.config import RunConfig
 
 from .doctor import GIB
-from .gpus import place, visible_gpus
+from .places import Places
 from .processes import claim_port
 
 _LEAST_FREE_GIB = 0.5
@@ -28,16 +28,12 @@ def needs_master(config: RunConfig) -> bool:
     return needs_stream(config) and config.store.name == "mooncake"
 
 
-def check(config: RunConfig, run_dir: Path) -> dict[str, int]:
-    """Raises UserError on the first problem. Returns the ports of the run's servers: ledger, store, metrics."""
+def check(config: RunConfig, run_dir: Path, places: Places) -> dict[str, int]:
+    """Raises UserError on the first problem. Returns the ports of the run's servers: ledger, store, metrics, rendezvous."""
     for folder, what in ((run_dir, "the run's folder"), (user_cache(), "the user's cache")):
         _check_writable(folder, what)
-    data = config.data.path
-    if not data.startswith(("builtin:", "hf:")) and not Path(data).exists():
-        raise UserError(
-            f"data.path={data} does not exist", fix="a .jsonl file, hf:<dataset id>, builtin:prompts or builtin:demo"
-        )
-    place(visible_gpus(), config.cluster.ranks, config.cluster.producers)
+    check_data(config)
+    places.check()
     if needs_stream(config) and config.cluster.producers < 1:
         raise UserError(
             f"cluster.producers=0 with source={config.source.name}", fix="set at least 1, or source=colocated"
@@ -52,21 +48,31 @@ def check(config: RunConfig, run_dir: Path) -> dict[str, int]:
             f"store.master={config.store.master}: `draftsmith run` starts a store of its own",
             fix="leave it out; to start the roles by hand: draftsmith ledger <recipe> …",
         )
+    cluster, ports = config.cluster, {}
+    if places.nodes > 1:
+        ports["rendezvous"] = claim_port("cluster.rendezvous_port", cluster.host, cluster.rendezvous_port)
     if not needs_stream(config):
-        return {}
+        return ports
     check_tls(config)
-    cluster = config.cluster
-    ports = {"ledger": claim_port("cluster.ledger_port", cluster.host, cluster.ledger_port)}
+    ports |= {"ledger": claim_port("cluster.ledger_port", cluster.host, cluster.ledger_port)}
     if needs_master(config):
         from data_pipelines.stores.mooncake import find_master
 
         find_master()
         for name in ("store", "metrics"):
             ports[name] = claim_port(f"cluster.{name}_port", cluster.host, getattr(cluster, f"{name}_port"))
-    taken = {**ports, **_metrics_ports(config)}
+    taken = {**ports, **({} if cluster.launcher == "slurm" else _metrics_ports(config))}
     if len(set(taken.values())) < len(taken):
         raise UserError(f"two servers would share a port: {taken}", fix="give each its own, or 0 for any free port")
     return ports
+
+
+def check_data(config: RunConfig) -> None:
+    data = config.data.path
+    if not data.startswith(("builtin:", "hf:")) and not Path(data).exists():
+        raise UserError(
+            f"data.path={data} does not exist", fix="a .jsonl file, hf:<dataset id>, builtin:prompts or builtin:demo"
+        )
 
 
 def check_tls(config: RunConfig) -> None:

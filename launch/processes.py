@@ -39,13 +39,15 @@ class Terminated(Stopped):
 class Role:
     """One process of a run. `name` is also the name of its log; `env` is added to the launcher's environment.
 
-    server: others need it to end well (ledger, store), so it is stopped after them.
+    server: others need it to end well (ledger, store), so it is stopped after them. elsewhere: the child is only what
+    carries it to another machine.
     """
 
     name: str
     command: list[str]
     env: dict[str, str] = field(default_factory=dict)
     server: bool = False
+    elsewhere: bool = False
 
 
 class Child:
@@ -108,7 +110,10 @@ class Child:
 
 
 class Crew:
-    """All children of a run. One that dies is started again, up to a limit."""
+    """All children of a run. One that dies is started again, up to a limit.
+
+    An `srun` that is ended, by whichever signal, has Slurm end its tasks at once and for certain: a frozen one as well.
+    """
 
     def __init__(self, logs: Path, max_restarts: int):
         self._logs, self._max_restarts = logs, max_restarts

@@ -1,4 +1,4 @@
-"""Which processes a run has on this machine, and the command of each."""
+"""Which processes a run has, and the command of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer.config import RunConfig
 
-from .gpus import place, visible_gpus
+from .places import Places
 from .preflight import needs_stream
 from .processes import Role
 
@@ -52,52 +52,51 @@ def master(config: RunConfig, ports: dict[str, int]) -> Role:
 
 
 def ledger(run_dir: Path) -> Role:
-    return Role("ledger", _draftsmith("ledger", str(run_dir)), server=True)
+    return Role("ledger", [sys.executable, *_draftsmith("ledger", str(run_dir))], server=True)
 
 
-def producers(config: RunConfig) -> list[Role]:
+def producers(config: RunConfig, places: Places) -> list[Role]:
     cluster, source = config.cluster, config.source
     common = ["--ledger", source.ledger, "--token-file", source.token_file]
     if source.ca_file:
         common += ["--ca-file", source.ca_file]
-    _, devices = place(visible_gpus(), cluster.ranks, cluster.producers)
     found = []
     for i in range(cluster.producers):
-        own = ["--name", f"producer-{i}"]
+        name, seat = f"producer-{i}", places.producer(i)
+        own = ["--name", name]
         if cluster.producer_metrics_port:
-            own += ["--metrics-port", str(cluster.producer_metrics_port + i), "--metrics-host", cluster.host]
-        environment = {**_threads(config), **_gpus(devices[i : i + 1])}
-        found.append(Role(f"producer-{i}", _draftsmith("produce", *common, *own), environment))
+            own += ["--metrics-port", str(cluster.producer_metrics_port + i), "--metrics-host", seat.host]
+        found.append(seat.role(name, _draftsmith("produce", *common, *own), _threads(config)))
     return found
 
 
-def captures(config: RunConfig, run_dir: Path) -> list[Role]:
+def captures(config: RunConfig, run_dir: Path, places: Places) -> list[Role]:
     """source=offline: the producers' place is taken by processes that fill the folder of features and end."""
     count = max(1, config.cluster.producers)
     command = ["capture", "--config", str(run_dir / "config.yaml"), "--shard"]
-    gpus = visible_gpus()  # nobody else runs yet: all of them
-    environments = [{**_threads(config), **_gpus([gpus[i % len(gpus)]] if gpus else [])} for i in range(count)]
-    return [Role(f"capture-{i}", _draftsmith(*command, f"{i}/{count}"), environments[i]) for i in range(count)]
+    return [
+        places.capture(i).role(f"capture-{i}", _draftsmith(*command, f"{i}/{count}"), _threads(config))
+        for i in range(count)
+    ]
 
 
-def trainer(config: RunConfig, run_dir: Path) -> Role:
-    """torchrun with a rendezvous on any free port; signals that ask for a checkpoint are handed on to the ranks."""
+def trainer(config: RunConfig, run_dir: Path, places: Places, ports: dict[str, int]) -> Role:
+    """torchrun on each of the trainer's nodes; signals that ask for a checkpoint are handed on to the ranks."""
+    where = ["--standalone"]
+    if places.nodes > 1:
+        where = ["--nnodes", str(places.nodes), "--rdzv-backend", "c10d", "--rdzv-id", secrets.token_hex(8)]
+        where += ["--rdzv-endpoint", f"{places.host}:{ports['rendezvous']}"]
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(config.cluster.ranks)),
+        *("-m", "torch.distributed.run", *where),
+        *("--nproc-per-node", str(config.cluster.ranks // places.nodes)),
         *("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"),
         *("-m", "trainer.train", "--config", str(run_dir / "config.yaml")),
     ]
-    devices, _ = place(visible_gpus(), config.cluster.ranks, config.cluster.producers)
-    return Role("trainer", command, {**_threads(config), **_gpus(devices)})
+    return places.trainer().role("trainer", command, _threads(config))
 
 
 def _draftsmith(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "launch.cli", *arguments]
-
-
-def _gpus(names: list[str]) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
+    return ["-m", "launch.cli", *arguments]
 
 
 def _threads(config: RunConfig) -> dict[str, str]:

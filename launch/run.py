@@ -7,10 +7,12 @@ only what is missing.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,13 @@ from filelock import FileLock, Timeout
 
 from data_pipelines.engines import resolve_target
 from data_pipelines.errors import UserError
-from trainer.checkpoint import choose_checkpoint
-from trainer.config import RunConfig, load_config, save_config
+from trainer.checkpoint import choose_checkpoint, newest_step
+from trainer.config import RunConfig, load_config, read_config, save_config
 from trainer.export.run import export_run
 from trainer.setup import RunSetup, prepare_run
 
 from . import data, preflight, report, results
+from .places import Places, find_places
 from .plan import show_plan
 from .processes import Stopped, Terminated
 from .records import write_atomically
@@ -32,7 +35,12 @@ from .training import train
 
 
 def command(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.recipe, arguments.overrides)
+    if not arguments.recipe and not arguments.config:
+        raise UserError("run takes a recipe, or --config", fix="draftsmith run --help")
+    if arguments.config:
+        config = go_on(read_config(Path(arguments.config), [*filter(None, [arguments.recipe]), *arguments.overrides]))
+    else:
+        config = load_config(arguments.recipe, arguments.overrides, arguments.config_dir)
     screen = Screen()
     if arguments.plan:
         show_plan(config, screen)
@@ -42,12 +50,20 @@ def command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def go_on(config: RunConfig) -> RunConfig:
+    """A Slurm job that was requeued goes on from its own checkpoints, wherever it was told to begin."""
+    requeued = int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+    return replace(config, resume="auto") if requeued and newest_step(Path(config.run_dir)) else config
+
+
 def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
     """All stages; returns the summary. Raises UserError with the cause, and Stopped when it was interrupted."""
     run_dir = Path(config.run_dir)
     screen.line(f"draftsmith run {config.recipe} → {run_dir}")
     with screen.stage("check") as note:
-        ports = preflight.check(config, run_dir)
+        places = find_places(config)
+        config = replace(config, cluster=replace(config.cluster, host=places.host))
+        ports = preflight.check(config, run_dir, places)
         note("folder, disk, store and ports are fine" if ports else "folder and disk are fine")
     with only_run_in(run_dir):
         if config.resume == "never":
@@ -58,7 +74,7 @@ def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
             setup = _prepare(config, run_dir)
             save_config(config, run_dir / "config.yaml")
             note(data.describe(setup))
-        return _learn_and_judge(setup, ports, screen)
+        return _learn_and_judge(setup, places, ports, screen)
 
 
 def _prepare(config: RunConfig, run_dir: Path) -> RunSetup:
@@ -74,7 +90,7 @@ def _prepare(config: RunConfig, run_dir: Path) -> RunSetup:
     return setup
 
 
-def _learn_and_judge(setup: RunSetup, ports: dict[str, int], screen: Screen) -> dict[str, Any]:
+def _learn_and_judge(setup: RunSetup, places: Places, ports: dict[str, int], screen: Screen) -> dict[str, Any]:
     run_dir, agreement = setup.run_dir, None
     if setup.config.data.regenerate.mode == "sample":
         with screen.stage("sample") as note:
@@ -84,7 +100,7 @@ def _learn_and_judge(setup: RunSetup, ports: dict[str, int], screen: Screen) -> 
         before = results.judge(setup, "before")
         note(results.describe(before))
     with screen.stage("train") as note:
-        note(train(setup, ports, screen))
+        note(train(setup, places, ports, screen))
     with screen.stage("export") as note:
         exported = export_run(setup)
         note(str(exported))

@@ -108,6 +108,21 @@ test_browser() {
   fi
 }
 
+# A controller and two node daemons on one machine, on which `draftsmith slurm` is tested. Where there are none that is skipped.
+test_slurm() {
+  local packages="slurmctld slurmd slurm-client munge" found=yes
+  for program in slurmctld slurmd sbatch munged; do PATH=$PATH:/usr/sbin command -v $program >/dev/null || found=no; done
+  if [ $found = yes ]; then return 0; fi
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing Slurm for the tests of draftsmith slurm"
+    # shellcheck disable=SC2086  # the packages are words
+    { apt-get -qq update && apt-get -qq install -y --no-install-recommends $packages; } >$VENV/slurm.log 2>&1 ||
+      say "could not install $packages (see $VENV/slurm.log); those tests will be skipped"
+  else
+    say "no Slurm here, and only root can install it ($packages); the tests of draftsmith slurm will be skipped"
+  fi
+}
+
 install_run() {
   local options
   options=$(cpu_index_options)
@@ -121,13 +136,14 @@ install_run() {
 
 install_test() {
   say "installing what the tests need"
-  pip install -e ".[$KIND,demo,test]"
+  pip install -e ".[$KIND,demo,deepspeed,test]"
   # With its dependencies it would bring torchvision and torchaudio, whose CUDA builds break beside a CPU torch.
   pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
   # vLLM's smallest wheel, unpacked nowhere: a test reads the files in it that map drafters' configs, which are pure Python.
   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_24_x86_64 \
     --dest $VENV/judges vllm-tpu==0.32.0
   test_browser
+  test_slurm
 }
 
 if has_gpu; then KIND=cuda; else KIND=cpu; fi

@@ -23,6 +23,8 @@ from data_pipelines.stream.config import SourceConfig
 from data_pipelines.stream.messages import read_token
 from trainer.seal import RUN_FILE
 
+from .slurm.queue import job_of
+
 # Nothing is imported that loads torch: that would take longer than all the rest.
 _HANG_SECONDS = 60.0  # where no config.yaml says it
 _EVERY_SECONDS = 2.0
@@ -105,7 +107,9 @@ def look(place: Place) -> dict[str, Any]:
     except UserError as error:
         state, says = _story(place.run_dir)
         silent = f" No ledger answers at {place.ledger}: {error.what}." if state == "running" and place.ledger else ""
-        return {**found, "state": state, "says": says + silent}
+        job, stands = job_of(place.run_dir)
+        queue = f" Slurm's job {job} is {stands}." if stands else ""
+        return {**found, "state": state, "says": says + silent + queue}
 
 
 def _newest(folder: Path) -> Path:

@@ -19,8 +19,9 @@ from trainer.setup import RunSetup, prepare_run
 
 from . import roles
 from .failures import describe, told_to_stop
+from .places import Places
 from .preflight import check_tls, needs_master, needs_stream
-from .processes import Child, Crew, Stopped, Terminated, end_hung
+from .processes import Child, Crew, Role, Stopped, Terminated, end_hung
 from .records import write_atomically
 from .results import finished
 from .screen import MetricsTail, Screen, TrainingView
@@ -30,7 +31,7 @@ _CHECKPOINT_GRACE = 120.0  # seconds for the trainer to write one when the run i
 _POLL = 0.2
 
 
-def train(setup: RunSetup, ports: dict[str, int], screen: Screen) -> str:
+def train(setup: RunSetup, places: Places, ports: dict[str, int], screen: Screen) -> str:
     """Run the training from the newest checkpoint (or the start) to its end. Returns what there is to say about it.
 
     Raises UserError with the cause when it fails, and Stopped when the person or the system ended it.
@@ -55,9 +56,9 @@ def train(setup: RunSetup, ports: dict[str, int], screen: Screen) -> str:
                 view.say(f"watch it: draftsmith status {run_dir} --watch")
                 view.say(f"      or: {config.source.ledger}/#token=<the text in {config.source.token_file}>")
             if config.source.name == "offline":
-                _capture(crew, config, run_dir, view)
-            _start_stream(crew, config, run_dir, ports)
-            trainer = crew.start_trainer(roles.trainer(config, run_dir))
+                _capture(crew, roles.captures(config, run_dir, places), run_dir, view)
+            _start_stream(crew, config, run_dir, places, ports)
+            trainer = crew.start_trainer(roles.trainer(config, run_dir, places, ports))
             with watching(crew, config, ports):
                 try:
                     _watch(crew, trainer, config, total, view)
@@ -116,7 +117,7 @@ def begin_by_hand(config: RunConfig) -> Path:
     return setup.run_dir / "ledger.json"
 
 
-def _start_stream(crew: Crew, config: RunConfig, run_dir: Path, ports: dict[str, int]) -> None:
+def _start_stream(crew: Crew, config: RunConfig, run_dir: Path, places: Places, ports: dict[str, int]) -> None:
     if not needs_stream(config):
         return
     host = config.cluster.host
@@ -129,13 +130,13 @@ def _start_stream(crew: Crew, config: RunConfig, run_dir: Path, ports: dict[str,
         except UserError as error:
             raise master.failure(error.what) from error
     crew.start_helper(roles.ledger(run_dir))
-    for role in roles.producers(config):
+    for role in roles.producers(config, places):
         crew.start_helper(role)
 
 
-def _capture(crew: Crew, config: RunConfig, run_dir: Path, view: TrainingView) -> None:
+def _capture(crew: Crew, capturing: list[Role], run_dir: Path, view: TrainingView) -> None:
     """source=offline: fill the folder of features first. What is already there is not computed again."""
-    captures = [Child(role, run_dir / "logs") for role in roles.captures(config, run_dir)]
+    captures = [Child(role, run_dir / "logs") for role in capturing]
     crew.helpers.extend(captures)
     view.say(f"capturing features with {len(captures)} processes")
     while any(child.status != 0 for child in captures):
@@ -179,8 +180,9 @@ def _watch(crew: Crew, trainer: Child, config: RunConfig, total: int, view: Trai
 
 
 def _stop_gently(trainer: Child) -> None:
-    """SIGTERM asks the ranks for a checkpoint at their next step; the stream goes on until they have it."""
-    trainer.signal(signal.SIGTERM)
+    """SIGUSR1 asks the ranks for a checkpoint at their next step; the stream goes on until they have it. (SIGTERM would
+    do on this machine, and srun does not hand it on but ends its tasks.)"""
+    trainer.signal(signal.SIGUSR1)
     deadline = time.monotonic() + _CHECKPOINT_GRACE
     while trainer.status is None and time.monotonic() < deadline:
         time.sleep(_POLL)

@@ -10,12 +10,12 @@ when this thread itself did not run (the machine slept), nobody did.
 from __future__ import annotations
 
 import logging
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -25,7 +25,7 @@ from data_pipelines.stream.client import LedgerClient
 from data_pipelines.stream.messages import read_token
 from trainer.config import RunConfig
 
-from .processes import Child, Crew, cpu_seconds, descendants, end_hung, parent_of
+from .processes import Child, Crew, cpu_seconds, descendants, end_hung
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,15 @@ def watching(crew: Crew, config: RunConfig, ports: dict[str, int]) -> Iterator[N
         ledger.close()
 
 
+@dataclass(frozen=True)
+class Heard:
+    """When somebody last called the ledger: not before `surely`, not after `perhaps` (our question took its time)."""
+
+    surely: float
+    perhaps: float
+    pid: int = 0
+
+
 class Watch:
     """ask_ledger: its numbers (`Ledger.snapshot`), None if it does not answer. ask_master: whether it answers.
 
@@ -73,9 +82,7 @@ class Watch:
         self._clock, self._cpu, self._world_size = clock, cpu, config.cluster.ranks
         self._patience = config.cluster.hang_seconds
         self._producer_patience = self._patience + config.source.lease_seconds  # it says nothing while it computes
-        self._host = socket.gethostname()
-        self._heard: dict[int, float] = {}  # process id → when it was last heard of
-        self._ranks: dict[int, int] = {}  # process id → rank
+        self._heard: dict[str, Heard] = {}  # "producer-0", "rank 3", "ledger", …
         self._loading: dict[int, tuple[float, float]] = {}  # process id → when its cpu time last grew, and to what
         self._ledger = ""
         self._awake_since = self._ears_since = clock()
@@ -96,41 +103,52 @@ class Watch:
     def look(self) -> list[tuple[Child, subprocess.Popen, str]]:
         """Ask everybody once. Returns who has been silent for too long: the child, its process, what to say of it."""
         lives = [(child, child.process) for child in self._crew.children]
+        asked = self._clock()
         snapshot = self._ask_ledger()
         answering = {"ledger": snapshot is not None, "mooncake": self._ask_master()}
         now = self._clock()
-        for child, process in lives:
+        for child, _ in lives:
             if answering.get(child.role.name):
-                self._heard[process.pid] = now
-        self._listen(snapshot, now)
+                self._heard[child.role.name] = Heard(asked, now)
+        self._listen(snapshot, asked, now)
         found = []
         for child, process in lives:
-            why = self._silent(child, process, now) or self._stuck_while_loading(child, process, now)
+            why = self._silent(child, now) or self._stuck_while_loading(child, process, now)
             if why:
                 found.append((child, process, why))
         return found
 
-    def _silent(self, child: Child, process: subprocess.Popen, now: float) -> str:
-        for pid, who, patience, since in self._speakers(child, process):
-            heard = self._heard.get(pid, 0.0)
-            silence = now - max(heard, since)
-            if heard > child.started and silence > patience:  # else it is loading
-                return f"{who} was silent for {silence:.0f} s"
+    def _silent(self, child: Child, now: float) -> str:
+        patience, since = self._patience, self._awake_since
+        if not child.role.server:
+            since = max(since, self._ears_since)
+            patience = self._patience if child is self._crew.trainer else self._producer_patience
+        for name, heard in self._of(child).items():  # the others are loading
+            silence = now - max(heard.perhaps, since)
+            if silence > patience:
+                return f"{name if child is self._crew.trainer else 'it'} was silent for {silence:.0f} s"
         return ""
+
+    def _of(self, child: Child) -> dict[str, Heard]:
+        """Who of a child's life was heard of: for the trainer its ranks, else the child itself."""
+        is_trainer, name = child is self._crew.trainer, child.role.name
+        found = {n: h for n, h in self._heard.items() if (n.startswith("rank ") if is_trainer else n == name)}
+        return {n: heard for n, heard in found.items() if heard.surely > child.started}
 
     def _stuck_while_loading(self, child: Child, process: subprocess.Popen, now: float) -> str:
         """Of a producer, or of ranks, that have not been heard of yet: whether they no longer use the processor.
 
-        torchrun itself does not count, since it looks after its ranks all the time.
+        torchrun itself does not count, since it looks after its ranks all the time. Of another machine's processor
+        nothing is known: who loads there is given the time that it takes.
         """
-        if child.role.server:
+        if child.role.server or child.role.elsewhere:
             return ""
-        family = [pid for pid, _ in descendants(process.pid)]
-        heard = [pid for pid in [process.pid, *family] if self._heard.get(pid, 0.0) > child.started]
-        is_trainer = child is self._crew.trainer
+        is_trainer, heard = child is self._crew.trainer, self._of(child)
         if len(heard) >= (self._world_size if is_trainer else 1):
             return ""
-        loading = [pid for pid in (family if is_trainer else [process.pid, *family]) if pid not in heard]
+        family = [pid for pid, _ in descendants(process.pid)]
+        begun = [one.pid for one in heard.values()]
+        loading = [pid for pid in (family if is_trainer else [process.pid, *family]) if pid not in begun]
         used = self._cpu(loading)
         since, before = self._loading.get(process.pid, (now, float("-inf")))
         if abs(used - before) >= _CPU_OF_LIFE:
@@ -139,27 +157,19 @@ class Watch:
         idle = now - max(since, self._awake_since)
         return f"it had not begun and did nothing for {idle:.0f} s" if idle > self._patience else ""
 
-    def _listen(self, snapshot: dict[str, Any] | None, now: float) -> None:
+    def _listen(self, snapshot: dict[str, Any] | None, asked: float, now: float) -> None:
         """Note who called the ledger when. A ledger that is away, or new, has heard nobody."""
         instance = snapshot["instance"] if snapshot else ""
         if not instance or instance != self._ledger:
             self._ears_since, self._ledger = now, instance
         if snapshot is None:
             return
-        for caller in [*snapshot["producers"], *snapshot["ranks"]]:
-            if caller["host"] == self._host:
-                self._heard[caller["pid"]] = max(now - caller["seen"], self._heard.get(caller["pid"], 0.0))
-        self._ranks.update({rank["pid"]: rank["rank"] for rank in snapshot["ranks"] if rank["host"] == self._host})
-
-    def _speakers(self, child: Child, process: subprocess.Popen) -> list[tuple[int, str, float, float]]:
-        """Whose silence shows that the child hangs: (process id, name, seconds allowed, counted from when at the least)."""
-        since = max(self._awake_since, self._ears_since)
-        if child.role.server:
-            return [(process.pid, "it", self._patience, self._awake_since)]
-        if child is not self._crew.trainer:
-            return [(process.pid, "it", self._producer_patience, since)]
-        ranks = [pid for pid in self._ranks if parent_of(pid) == process.pid]
-        return [(pid, f"rank {self._ranks[pid]}", self._patience, since) for pid in ranks]
+        speakers = [(f"rank {rank['rank']}", rank) for rank in snapshot["ranks"]]
+        # A producer adds something of its own to the name that it was given, in each of its lives.
+        speakers += [(producer["name"].rpartition("-")[0], producer) for producer in snapshot["producers"]]
+        for name, caller in speakers:
+            heard = Heard(asked - caller["seen"], now - caller["seen"], caller["pid"])
+            self._heard[name] = max(heard, self._heard.get(name, heard), key=lambda one: one.surely)
 
 
 def _ask_ledger(ledger: LedgerClient) -> dict[str, Any] | None:

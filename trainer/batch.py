@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from data_pipelines.features import Features, FeatureSpec
 from data_pipelines.packing import Pack, position_ids
 
+PADDING = -1  # the document of rows that only fill a pack up
+
+
+def _as_they_are(*rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which rows of a pack a rank has: slice `index` of `count` slices of one length. All of them, by default.
+
+    gather: tensors [..., R, d] of this rank's rows → the same of all ranks' rows, in order, [..., count · R, d];
+    differentiable, and every rank has to call it equally often.
+    """
+
+    index: int = 0
+    count: int = 1
+    gather: Callable[..., tuple[torch.Tensor, ...]] = _as_they_are
+
+    def rows(self, tokens: int) -> slice:
+        """Of a pack of so many tokens; the last slice may reach past its end."""
+        size = -(-tokens // self.count)
+        return slice(self.index * size, (self.index + 1) * size)
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One pack on the device. T tokens, A taps, width H.
+    """One pack on the device. T tokens, A taps, width H; R of the rows are this rank's own.
 
-    input_ids, document_ids, positions: int64 [T]. supervised: bool [T]. taps [T, A, H] and final [T, H]: compute dtype.
+    input_ids, document_ids, positions: int64 [T]. supervised: bool [T]. taps [R, A, H]: compute dtype. final: the same,
+    [≥ R, H]; behind the own rows come those that the teacher of their drafts is made of.
+    Where ranks share a pack, T is a multiple of their number: what is missing are documents of one row that nothing sees.
     address: (seed, index in the plan), what this pack's random draws are seeded with. quarantined: there are no features,
     and nothing of it counts.
     """
@@ -28,6 +56,21 @@ class Batch:
     final: torch.Tensor
     address: tuple[int, ...] = ()
     quarantined: bool = False
+    part: Part = Part()
+
+    @property
+    def own(self) -> slice:
+        return self.part.rows(len(self.input_ids))
+
+    @property
+    def own_rows(self) -> torch.Tensor:
+        """int64 [R]"""
+        return torch.arange(self.own.start, self.own.stop, device=self.input_ids.device)
+
+    @property
+    def tokens(self) -> int:
+        """How many of the own rows are a document's."""
+        return int((self.document_ids[self.own] != PADDING).sum())
 
     def generator(self) -> torch.Generator:
         """Randomness by address, not by consumption: a resumed or re-sharded run draws the same."""
@@ -36,26 +79,38 @@ class Batch:
 
     @classmethod
     def of(
-        cls, pack: Pack, features: Features, *, dtype: torch.dtype, device: torch.device | str, address: tuple[int, ...]
+        cls,
+        pack: Pack,
+        features: Features,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        address: tuple[int, ...],
+        part: Part = Part(),
     ) -> Batch:
-        def ids(array) -> torch.Tensor:
-            return torch.from_numpy(array).long().to(device)
+        """features: of the part's rows."""
+        missing = -len(pack) % part.count
+
+        def padded(array, fill: int = 0) -> torch.Tensor:
+            return F.pad(torch.from_numpy(array), (0, missing), value=fill).to(device)
 
         return cls(
-            input_ids=ids(pack.input_ids),
-            document_ids=ids(pack.document_ids),
-            positions=ids(position_ids(pack.lengths)),
-            supervised=torch.from_numpy(pack.loss_mask).to(device),
+            input_ids=padded(pack.input_ids).long(),
+            document_ids=padded(pack.document_ids, PADDING).long(),
+            positions=padded(position_ids(pack.lengths)).long(),
+            supervised=padded(pack.loss_mask),
             taps=features.taps.to(device, dtype),
             final=features.final.to(device, dtype),
             address=address,
+            part=part,
         )
 
     @classmethod
-    def weightless(cls, pack: Pack, spec: FeatureSpec, **options) -> Batch:
+    def weightless(cls, pack: Pack, spec: FeatureSpec, part: Part = Part(), **options) -> Batch:
         """In the place of a pack without features: the same shapes, nothing supervised, hence no draft that counts."""
-        taps = torch.zeros(len(pack), len(spec.taps), spec.hidden_size)
-        made = cls.of(pack, Features(taps, torch.zeros(len(pack), spec.hidden_size)), **options)
+        own = part.rows(len(pack))
+        taps = torch.zeros(own.stop - own.start, len(spec.taps), spec.hidden_size)
+        made = cls.of(pack, Features(taps, torch.zeros(len(taps), spec.hidden_size)), part=part, **options)
         return replace(made, supervised=torch.zeros_like(made.supervised), quarantined=True)
 
 

@@ -11,6 +11,7 @@ import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
 
 from data_pipelines.errors import UserError
 
-from .parallel import World
+from .parallel import Strategy, World
 from .seal import Broken, Seal, read_seal, seal, sync, verify
 
 log = logging.getLogger("trainer")
@@ -125,7 +120,7 @@ class Checkpointer:
         """After `step` steps are done."""
         return step == total or (self._config.every > 0 and step % self._config.every == 0)
 
-    def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, wait: bool = False) -> None:
+    def save(self, step: int, strategy: Strategy, *, wait: bool = False) -> None:
         self._finish()
         if step == self._saved:
             return
@@ -133,8 +128,7 @@ class Checkpointer:
         if self._rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             self._folder.mkdir(parents=True, exist_ok=True)
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
+        state = strategy.state()
         writer = dcp.FileSystemWriter(temporary, sync_files=True)
         try:
             if self._config.asynchronous and not wait:
@@ -312,20 +306,23 @@ def _fingerprint(path: Path) -> tuple[int, int]:
     return found.step, int(found.checksum, 16) >> 1 or 1
 
 
-def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Fills model (and optimizer, whose state must exist: see `build_optimizer`). Returns how many steps were done.
+def load_checkpoint(path: Path, strategy: Strategy) -> int:
+    """Weights and moments, into any mode and number of ranks. Returns how many steps were done.
 
-    Without a process group it reads a sharded checkpoint into one process.
+    Raises UserError when the moments are not of that many steps: an optimizer that silently began anew would not be seen
+    in the loss for long.
     """
-    if optimizer is None:
-        state = {"model": get_model_state_dict(model)}
-        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
-        model.load_state_dict(state["model"])
-    else:
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-        set_state_dict(
-            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state,
-            options=StateDictOptions(strict=True),
-        )  # fmt: skip
-    return read_seal(path).step
+    strategy.fill(partial(dcp.load, checkpoint_id=path))
+    step, seen = read_seal(path).step, strategy.steps_in_moments
+    if seen != step:
+        raise UserError(
+            f"the checkpoint is of {step} steps and its moments of {seen}",
+            where=str(path),
+            fix="take another one, or start anew with resume=never",
+        )
+    return step
+
+
+def load_weights(path: Path, drafter: torch.nn.Module) -> None:
+    """Only the weights, into one process without a process group."""
+    dcp.load({"model": drafter.state_dict()}, checkpoint_id=path, no_dist=True)

@@ -69,12 +69,8 @@ class RunConfig:
         for key in ("epochs", "global_batch"):
             if getattr(self, key) < 1:
                 raise UserError(f"{key} is {getattr(self, key)}; it must be at least 1")
-        ranks = self.cluster.ranks if isinstance(self.cluster, ClusterConfig) else 1
-        if self.global_batch % ranks:
-            raise UserError(
-                f"global_batch={self.global_batch} packs cannot be shared out evenly over cluster.ranks={ranks}",
-                fix=f"use a multiple of {ranks}",
-            )
+        if isinstance(self.cluster, ClusterConfig) and isinstance(self.parallel, ParallelConfig):
+            self.check_ranks(self.cluster.ranks)
         if isinstance(self.source, SourceConfig) and isinstance(self.parallel, ParallelConfig):
             patience, timeout = self.source.patience_seconds, self.parallel.timeout_seconds
             if self.source.name in ("stream", "hybrid") and timeout <= patience:
@@ -83,6 +79,17 @@ class RunConfig:
                     "would give up a rank that still waits for its packs",
                     fix=f"use parallel.timeout_seconds={patience + 60:g} or more, or a lower source.patience_seconds",
                 )
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises UserError unless so many ranks can share out the packs of each step evenly."""
+        self.parallel.check_size(ranks)
+        sharers = ranks // self.parallel.context
+        if self.global_batch % sharers:
+            among = f" that share packs by {self.parallel.context}" if self.parallel.context > 1 else ""
+            raise UserError(
+                f"global_batch={self.global_batch} packs cannot be shared out evenly over {ranks} ranks{among}",
+                fix=f"use a multiple of {sharers}",
+            )
 
     @property
     def draft_config(self) -> DrafterConfig:
@@ -126,7 +133,8 @@ def recipe_names() -> list[str]:
 def load_config(recipe: str, overrides: list[str] | None = None, config_dir: str | None = None) -> RunConfig:
     """Compose and check a run's configuration.
 
-    recipe: a name in `recipes/` (or in config_dir), or a path to a YAML file.
+    recipe: a name in `recipes/` (or in config_dir), or a path to a YAML file. config_dir: recipes and groups of the
+    person's own, such as `cluster/my_site.yaml`, beside those that ship; a recipe's own folder is looked into anyway.
     Raises UserError on an unknown recipe or key, a wrong type or an impossible value.
     """
     overrides = list(overrides or [])
@@ -134,7 +142,8 @@ def load_config(recipe: str, overrides: list[str] | None = None, config_dir: str
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"'{override}' is not an override", fix="write key=value, such as optim.lr=1e-3")
     folder, name = _find_recipe(recipe, config_dir)
-    composed = _compose(folder, name, overrides)
+    own = [str(Path(config_dir).resolve())] if config_dir else []
+    composed = _compose(folder, name, overrides, own)
     try:
         OmegaConf.resolve(composed)
         _refuse_unknown(composed, RunConfig)
@@ -192,9 +201,10 @@ def _find_recipe(recipe: str, config_dir: str | None) -> tuple[str, str]:
     )
 
 
-def _compose(folder: str, name: str, overrides: list[str]) -> DictConfig:
+def _compose(folder: str, name: str, overrides: list[str], own: list[str]) -> DictConfig:
     _register_schemas()
-    searchpath = f"hydra.searchpath=[file://{conf.__path__[0]},file://{recipes.__path__[0]}]"
+    folders = ",".join(f"file://{path}" for path in [*own, conf.__path__[0], recipes.__path__[0]])
+    searchpath = f"hydra.searchpath=[{folders}]"
     recipe_override = [] if any(o.startswith("recipe=") for o in overrides) else [f"recipe={name}"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=folder):

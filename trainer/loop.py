@@ -14,10 +14,10 @@ from data_pipelines.stream.consumer import Prefetcher
 
 from .batch import Batch
 from .checkpoint import Checkpointer
-from .drafters import Drafter
 from .metrics import summarise
-from .optim import clip_gradients, learning_rate
-from .parallel import World
+from .optim import learning_rate
+from .parallel import Strategy, World
+from .parallel.context import ContextGroup, SharedPacks
 from .reporting import Progress
 from .setup import RunSetup
 from .target import FrozenTarget
@@ -40,17 +40,18 @@ class Trainer:
         self,
         setup: RunSetup,
         world: World,
-        drafter: Drafter,
-        optimizer: torch.optim.Optimizer,
+        context: ContextGroup,
+        strategy: Strategy,
         frozen: FrozenTarget,
         checkpointer: Checkpointer,
         tracker: Tracker | None,
         progress: Progress,
         session: str,
     ):
-        self.setup, self.world, self.drafter, self.optimizer = setup, world, drafter, optimizer
+        self.setup, self.world, self.context = setup, world, context
+        self.strategy, self.drafter = strategy, strategy.drafter
         self.frozen, self.checkpointer, self.tracker = frozen, checkpointer, tracker
-        self.packs_per_rank = setup.config.global_batch // world.size
+        self.packs_per_rank = setup.config.global_batch // context.data_size
         self.progress, self.session = progress, session
         self._stop_requested_at: float | None = None
 
@@ -58,7 +59,7 @@ class Trainer:
         if self._stop_requested_at is None:
             self._stop_requested_at = time.monotonic()
 
-    def run(self, packs: Prefetcher, start: int) -> bool:
+    def run(self, packs: Prefetcher | SharedPacks, start: int) -> bool:
         """Steps start … total_steps-1. False when it was asked to stop; what was done is in a checkpoint then."""
         total = self.setup.total_steps
         for step in range(start, total):
@@ -73,36 +74,33 @@ class Trainer:
                 self._leave_undone(step, start)
                 return False
             sums = self._accumulate(batches, targets, weights)
-            norm = clip_gradients(self.drafter.parameters(), self.setup.config.optim.max_grad_norm)
+            rate = learning_rate(self.setup.config.optim, step, total)
+            norm = self.strategy.step(rate)
             if not math.isfinite(norm):
                 raise UserError(
                     f"step {step}: the gradient is not finite",
                     where=f"packs {taken} of the plan",
                     fix="lower optim.lr; nothing of this step was applied, and the last checkpoint is whole",
                 )
-            rate = learning_rate(self.setup.config.optim, step, total)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-            self.optimizer.zero_grad()
             seconds = time.monotonic() - began
             self._log(step, sums, batches, taken, norm, rate, seconds, packs.wait_seconds - waited)
             self.checkpointer.check()
             if self.checkpointer.due(step + 1, total) or stopping:
-                self.checkpointer.save(step + 1, self.drafter, self.optimizer, wait=stopping or step + 1 == total)
+                self.checkpointer.save(step + 1, self.strategy, wait=stopping or step + 1 == total)
             if stopping and step + 1 < total:
                 return False
         return True
 
-    def _take(self, packs: Prefetcher) -> tuple[list[Batch], list[int]]:
+    def _take(self, packs: Prefetcher | SharedPacks) -> tuple[list[Batch], list[int]]:
         """Raises TimeoutError when it was asked to stop and no pack comes."""
         batches, taken = [], []
         for _ in range(self.packs_per_rank):
             index, pack, features = packs.next(self._stop_is_overdue)
-            make, address = Batch.of, (self.setup.config.seed, index)
+            make, part, address = Batch.of, self.context.part, (self.setup.config.seed, index)
             if features is None:  # in quarantine: weighs nothing, but all ranks still take the same collectives
                 make, features = Batch.weightless, self.setup.spec
-            batches.append(make(pack, features, dtype=self.frozen.dtype, device=self.world.device, address=address))
+            dtype, device = self.frozen.dtype, self.world.device
+            batches.append(make(pack, features, dtype=dtype, device=device, address=address, part=part))
             taken.append(index)
         return batches, taken
 
@@ -113,7 +111,7 @@ class Trainer:
     def _leave_undone(self, step: int, start: int) -> None:
         """Every rank is here: nothing of this step was applied on any."""
         if step > start:
-            self.checkpointer.save(step, self.drafter, self.optimizer, wait=True)
+            self.checkpointer.save(step, self.strategy, wait=True)
         kept = f"{step} steps are in the checkpoint" if step else "no step was done yet"
         log.warning("told to stop while a rank waited for packs that did not come; %s", kept)
 
@@ -125,25 +123,24 @@ class Trainer:
         flags = torch.tensor([self._stop_requested_at is not None, targets is None], dtype=torch.double)
         summed = self.world.sum(torch.cat([mine.double(), flags]).to(self.world.device)).cpu()
         (stop, undone), divisors = summed[-2:].tolist(), self.drafter.divisors(summed[:-2]).tolist()
-        # FSDP averages gradients over the ranks; the loss is one sum over all of them.
-        weights = [w * self.world.size / max(d, 1.0) for w, d in zip(self.drafter.step_weights, divisors)]
+        weights = [w / max(d, 1.0) for w, d in zip(self.drafter.step_weights, divisors)]
         return torch.tensor(weights, device=self.world.device), stop > 0, undone > 0
 
     def _accumulate(self, batches, targets, weights: torch.Tensor) -> torch.Tensor:
-        """Forward and backward of every micro-batch; gradients are reduced over the ranks once, with the last one."""
+        """Forward and backward of every micro-batch."""
         sums = 0
         for i, (batch, target) in enumerate(zip(batches, targets)):
-            self.drafter.set_requires_gradient_sync(i == len(batches) - 1)
-            loss, judged = self.drafter(batch, target, self.frozen, weights)
-            loss.backward()
+            loss, judged = self.strategy(batch, target, self.frozen, weights)
+            self.strategy.backward(loss, last=i == len(batches) - 1)
             sums = sums + judged
         return sums
 
     def _log(self, step, sums, batches, taken, norm, rate, seconds, waited) -> None:
         trained = [batch for batch in batches if not batch.quarantined]
-        tokens = sum(len(batch.input_ids) for batch in trained)
-        supervised = sum(int(batch.supervised.sum()) for batch in trained)
-        extra = torch.tensor([len(trained), tokens, supervised, waited / self.world.size], dtype=torch.double)
+        packs = len(trained) if self.context.fetches else 0  # of those that ranks share, each counts once
+        tokens = sum(batch.tokens for batch in trained)
+        supervised = sum(int(batch.supervised[batch.own].sum()) for batch in trained)
+        extra = torch.tensor([packs, tokens, supervised, waited / self.world.size], dtype=torch.double)
         everything = self.world.sum(torch.cat([sums.flatten(), extra.to(sums.device)])).cpu()
         all_packs, all_tokens, all_supervised, all_waited = everything[-4:].tolist()
         row = {

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DTensor
 
+from data_pipelines.errors import UserError
+
 
 @dataclass
 class OptimConfig:
@@ -21,9 +23,15 @@ class OptimConfig:
     final_lr_fraction: float = 0.1  # of lr, reached at the last step
     max_grad_norm: float = 0.5
 
+    def __post_init__(self) -> None:
+        if self.max_grad_norm <= 0:
+            raise UserError(f"optim.max_grad_norm={self.max_grad_norm:g}; a large one, such as 1e9, clips nothing")
 
-def build_optimizer(config: OptimConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, its moments already made: a checkpoint can only fill state that exists."""
+
+def build_optimizer(
+    config: OptimConfig, parameters: Iterable[torch.nn.Parameter], *, moments: bool = True
+) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters, its moments already made unless told otherwise."""
     optimizer = torch.optim.AdamW(
         [p for p in parameters if p.requires_grad],
         lr=config.lr,
@@ -32,14 +40,19 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[torch.nn.Parameter
         weight_decay=config.weight_decay,
         foreach=True,
     )
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            optimizer.state[p] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
+    if moments:
+        make_moments(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
     return optimizer
+
+
+def make_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """As they are before the first step: a checkpoint can only fill state that exists."""
+    for p in parameters:
+        optimizer.state[p] = {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:

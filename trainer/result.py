@@ -6,10 +6,8 @@ import hashlib
 import json
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from .drafters import Drafter
-from .parallel import World
+from .parallel import Strategy, World
 from .setup import RunSetup
 from .tracking import read_metrics
 
@@ -24,10 +22,9 @@ def weights_sha256(state: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def write_result(setup: RunSetup, drafter: Drafter, world: World) -> None:
+def write_result(setup: RunSetup, strategy: Strategy, world: World) -> None:
     """All ranks call it (the weights are gathered); rank 0 writes. Sums come from metrics.jsonl, hence over resumptions."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(drafter, options=options)
+    state = strategy.full_weights()
     if world.rank != 0:
         return
     rows = read_metrics(setup.run_dir)

@@ -28,7 +28,7 @@ from .target import FrozenTarget
 
 # What may differ between a run and its resumption: none of it decides which weights come out.
 _FREE = {"run_dir", "recipe", "resume"}
-_FREE_KEYS = {"parallel.timeout_seconds", "data.workers", "data.streaming", "data.max_quarantined_fraction"}
+_FREE_KEYS = {"data.workers", "data.streaming", "data.max_quarantined_fraction"}
 _FREE_GROUPS = {"source", "store", "tracker", "cluster", "checkpoint", "evaluate", "export"}
 
 
@@ -57,7 +57,9 @@ class RunSetup:
         for key, value in asdict(self.config).items():
             if key in _FREE or key in _FREE_GROUPS:
                 continue
-            if isinstance(value, dict):
+            if key == "parallel":  # in which mode and on how many ranks is free; in which precision is not
+                flat["parallel.compute_dtype"] = value["compute_dtype"]
+            elif isinstance(value, dict):
                 flat.update({f"{key}.{name}": v for name, v in value.items()})
             else:
                 flat[key] = value

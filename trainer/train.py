@@ -14,10 +14,13 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
 import time
 import traceback
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +28,7 @@ import torch
 from data_pipelines.engines import build_engine, resolve_dtype
 from data_pipelines.errors import UserError
 from data_pipelines.logs import configure_logging
+from data_pipelines.network import own_address
 from data_pipelines.stream import quarantine
 from data_pipelines.stream.client import LedgerClient
 from data_pipelines.stream.consumer import Prefetcher
@@ -34,8 +38,8 @@ from data_pipelines.stream.sources import Source, build_source
 from .checkpoint import Checkpointer, agree_on_checkpoint, load_checkpoint
 from .config import RunConfig, load_config, read_config, save_config
 from .loop import PREEMPTED, Trainer
-from .optim import build_optimizer
 from .parallel import World, parallelize, process_group
+from .parallel.context import ContextGroup, SharedPacks
 from .reporting import Progress, RankMetrics, Reporter, serve_metrics
 from .result import write_result
 from .setup import prepare_run
@@ -52,33 +56,40 @@ def train(config: RunConfig, world: World) -> bool:
     setup = prepare_run(config)
     first = world.rank == 0
     frozen = FrozenTarget.load(setup.target, resolve_dtype(config.parallel.compute_dtype), world.device)
-    drafter = parallelize(setup.build_drafter(frozen), config.parallel, world)
-    optimizer = build_optimizer(config.optim, drafter.parameters())
+    strategy = parallelize(setup.build_drafter(frozen), config.parallel, config.optim, world)
+    context = ContextGroup.of(world, config.parallel)
     checkpoints = setup.run_dir / "checkpoints"
     resume_from = agree_on_checkpoint(checkpoints, config.resume, setup.identity, world)
-    start = load_checkpoint(resume_from, drafter, optimizer) if resume_from else 0
+    start = load_checkpoint(resume_from, strategy) if resume_from else 0
     if first:
-        save_config(config, setup.run_dir / "config.yaml")  # not sooner: another run's folder is left as it is
         if config.resume == "never":
+            shutil.rmtree(checkpoints, ignore_errors=True)
             (setup.run_dir / quarantine.FILE).unlink(missing_ok=True)
+            config = replace(config, resume="auto")  # ranks that are started again from the file below go on
+        save_config(config, setup.run_dir / "config.yaml")  # not sooner: another run's folder is left as it is
     session = f"{world.from_first([secrets.randbits(62)])[0]:016x}"  # after which the files above hold for every rank
-    source = build_source(
-        config.source,
-        config.store,
-        setup.spec,
-        setup.run_dir,
-        rank=world.rank,
-        session=session,
-        engine=lambda: build_engine(setup.target, setup.spec),
-    )
     stop = setup.total_steps * config.global_batch
-    indices = setup.plan.share(world.rank, world.size, start * config.global_batch, stop)
-    packs = Prefetcher(source, ((i, setup.plan[i]) for i in indices), config.source.prefetch)
+    indices = setup.plan.share(context.data_rank, context.data_size, start * config.global_batch, stop)
+    items = ((i, setup.plan[i]) for i in indices)
+    source = packs = None
+    if context.fetches:
+        source = build_source(
+            config.source,
+            config.store,
+            setup.spec,
+            setup.run_dir,
+            rank=world.rank,
+            session=session,
+            engine=lambda: build_engine(setup.target, setup.spec),
+        )
+        packs = Prefetcher(source, items, config.source.prefetch)
+    if context.size > 1:
+        packs = SharedPacks(context, packs, items, setup.spec, strategy.drafter.rows_ahead)
     tracker = Tracker(config.tracker, setup.run_dir, config, start_step=start) if first else None
     checkpointer = Checkpointer(checkpoints, config.checkpoint, setup.identity)
     progress = Progress(start, setup.total_steps)
     reporter = watched(config, world, progress, source, session)
-    trainer = Trainer(setup, world, drafter, optimizer, frozen, checkpointer, tracker, progress, session)
+    trainer = Trainer(setup, world, context, strategy, frozen, checkpointer, tracker, progress, session)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: trainer.request_stop())
     if first:
@@ -88,23 +99,24 @@ def train(config: RunConfig, world: World) -> bool:
         checkpointer.close()
     finally:
         packs.close()
-        source.close()
+        if source:
+            source.close()
         reporter.close()
         if tracker:
             tracker.close()
     if done:
-        write_result(setup, drafter, world)
+        write_result(setup, strategy, world)
         if first:
             log.info("all %d steps are done; draftsmith export %s", setup.total_steps, setup.run_dir)
     return done
 
 
-def watched(config: RunConfig, world: World, progress: Progress, source: Source, session: str) -> Reporter:
+def watched(config: RunConfig, world: World, progress: Progress, source: Source | None, session: str) -> Reporter:
     """What others can see of this rank: reports to the ledger, if there is one, and metrics, if there is a port for them."""
     cluster, client = config.cluster, None
     if cluster.trainer_metrics_port:
-        metrics = RankMetrics(progress, source.counts, world.rank)
-        serve_metrics(metrics, cluster.host, cluster.trainer_metrics_port + world.rank)
+        metrics = RankMetrics(progress, source.counts if source else Counter(), world.rank)
+        serve_metrics(metrics, own_address(cluster.host), cluster.trainer_metrics_port + world.rank)
     if config.source.name in ("stream", "hybrid"):
         token, ca_file = read_token(config.source.token_file), config.source.ca_file
         client = LedgerClient(config.source.ledger, token, ca_file=ca_file)
@@ -116,8 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     config = _parse(sys.argv[1:] if argv is None else argv)
     configure_logging(f"rank-{os.environ.get('RANK', 0)}")
     with process_group(config.parallel.timeout_seconds) as world:
-        if config.global_batch % world.size:
-            raise UserError(f"global_batch={config.global_batch} cannot be shared out evenly over {world.size} ranks")
+        config.check_ranks(world.size)
         return 0 if train(config, world) else PREEMPTED
 
 
@@ -130,7 +141,7 @@ def _parse(argv: list[str]) -> RunConfig:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args(argv)
     if options.config:
-        return read_config(options.config)
+        return read_config(options.config, options.overrides)
     return load_config(options.config_name, options.overrides, options.config_dir)
 
 

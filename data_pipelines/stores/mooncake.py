@@ -41,6 +41,7 @@ _MEANING = {
     -800: "the transfer failed: the client that holds the object is gone",
     -801: "the store's own checksum does not match",
     -900: "the master does not answer",
+    -901: "the master did not answer in time",
 }
 _CLOSE_SECONDS = 30.0  # beyond the time after which a read from a frozen peer ends
 

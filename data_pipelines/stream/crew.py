@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -27,8 +28,9 @@ class Crew:
 
     def __init__(self, clock: Callable[[], float], silent_seconds: float):
         self._clock, self._silent_seconds = clock, silent_seconds
-        self._known: dict[str, Producer] = {}  # whoever has called last is last
-        self._here: dict[str, Producer] = {}  # of these, who has not left; in the same order
+        # Whoever has called last is last. (The beginning of a plain dict is slow to find when keys move to its end.)
+        self._known: OrderedDict[str, Producer] = OrderedDict()
+        self._here: OrderedDict[str, Producer] = OrderedDict()  # of these, who has not left
         self._lent = 0
 
     def __getitem__(self, name: str) -> Producer:

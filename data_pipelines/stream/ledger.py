@@ -22,7 +22,7 @@ A plain state machine: no threads, no input or output, and the clock is an argum
 from __future__ import annotations
 
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -74,7 +74,7 @@ class Ledger:
         self._started = self._moved = clock()
         self._entries: dict[str, _Entry] = {}
         self._ready: Ready[_Entry] = Ready(lambda e: e.state == WANTED and self._entries.get(e.want.id) is e)
-        self._leases: dict[str, _Entry] = {}  # producer → what it works on, by deadline
+        self._leases: OrderedDict[str, _Entry] = OrderedDict()  # producer → what it works on, by deadline
         self._news: set[str] = set()
         self._offers: set[str] = set()
         self._crew = Crew(clock, lease_seconds + _STORE_FORGETS_SECONDS)

@@ -7,19 +7,20 @@ changes themselves.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 
 
 class Polls:
     """Callers that sleep, by the names of what they wait for; of one event loop."""
 
     def __init__(self):
-        self._sleepers: dict[str, dict[asyncio.Future[None], None]] = {}  # in the order in which they came
+        self._sleepers: dict[str, OrderedDict[asyncio.Future[None], None]] = {}  # in the order in which they came
 
     async def sleep(self, names: tuple[str, ...], seconds: float) -> bool:
         """Until one of the names is woken: True. False after `seconds`."""
         sleeper = asyncio.get_running_loop().create_future()
         for name in names:
-            self._sleepers.setdefault(name, {})[sleeper] = None
+            self._sleepers.setdefault(name, OrderedDict())[sleeper] = None
         try:
             await asyncio.wait_for(sleeper, seconds)
         except TimeoutError:

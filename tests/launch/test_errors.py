@@ -62,7 +62,7 @@ def rows(path: Path, *given: dict) -> str:
     ("arguments", "what", "fix"),
     [
         (["rnu", "demo"], "no command 'rnu'", "did you mean run?"),
-        (["run"], "required: recipe", "draftsmith run --help"),
+        (["run"], "takes a recipe, or --config", "draftsmith run --help"),
         (["run", "dmeo"], "no recipe 'dmeo'", "did you mean demo?"),
         (["run", "ci_eagle3", "optim.lrr=1"], "lrr", "did you mean optim.lr?"),
         (["run", "ci_eagle3", "+optim.momentum=1"], "unknown key optim.momentum", ""),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.failures import ending, failure, told_to_stop
+from launch.failures import describe, ending, failure, told_to_stop
 
 TRACEBACK = """[rank0]: Traceback (most recent call last):
 [rank0]:   File "x.py", line 9, in <module>
@@ -48,8 +48,13 @@ def test_how_a_trainer_ended(status: int, said: str, what: str, final: bool, wor
 
 def test_a_preemption_is_told_from_other_endings() -> None:
     assert told_to_stop(summary((1, 75), (0, 75)), 75)
-    assert told_to_stop("W1129 torchrun got signal: 15", 75)
+    assert told_to_stop("W1129 torchrun got signal: 15", 75) and told_to_stop("W1129 torchrun got signal: 10", 75)
     assert not told_to_stop(summary((0, -15), (1, -9)), 75)
+
+
+def test_a_signal_has_its_name_on_this_machine_and_behind_srun() -> None:
+    assert describe(-9) == describe(137) == "was ended by SIGKILL"
+    assert describe(1) == "exited with status 1" and describe(255) == "exited with status 255"
 
 
 def test_people_read_the_end_of_the_log_without_its_keys() -> None:

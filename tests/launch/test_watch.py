@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,10 +51,10 @@ class World:
     def _status(self) -> dict[str, Any] | None:
         if self.instance is None:
             return None
-        host, pids = socket.gethostname(), {"producer": self.producer.process.pid, "rank": self.rank}
+        pids = {"producer": self.producer.process.pid, "rank": self.rank}
         speakers = {name: [] for name in pids}
         for name, when in self.heard.items():
-            speakers[name].append({"host": host, "pid": pids[name], "rank": 1, "seen": self.now - when})
+            speakers[name].append({"name": "producer-0-3f9a61", "pid": pids[name], "rank": 1, "seen": self.now - when})
         return {"instance": self.instance, "producers": speakers["producer"], "ranks": speakers["rank"]}
 
     def pass_time(self, seconds: float, *speaking: str) -> list[str]:
@@ -107,11 +106,39 @@ def test_a_rank_of_an_earlier_life_is_not_missed(world: World) -> None:
     world.trainer.process.kill()
     world.trainer.process.wait()
     world.crew.revive(world.trainer)
+    world.trainer.started = world.now
     world.rank = world._rank()
     world.heard.pop("rank")
     assert world.pass_time(60, "producer") == []  # it loads
     assert world.pass_time(5, "producer", "rank") == []
     assert world.pass_time(11, "producer") == ["trainer: rank 1 was silent for 11 s"]
+
+
+def test_on_another_machine_who_speaks_is_watched_and_who_loads_is_not(world: World) -> None:
+    world.trainer.role.elsewhere = world.producer.role.elsewhere = True
+    world.busy = False
+    assert world.pass_time(100) == []
+    assert world.pass_time(5, "producer", "rank") == []
+    assert world.pass_time(31) == [
+        "trainer: rank 1 was silent for 31 s", "producer-0: it was silent for 31 s",
+    ]  # fmt: skip
+
+
+def test_an_answer_that_took_its_time_does_not_tell_of_a_new_life(world: World) -> None:
+    """The rank spoke, died and was started again while the question was under way."""
+    world.pass_time(5, "producer", "rank")
+    status = world.watch._ask_ledger
+
+    def slowly() -> dict[str, Any] | None:
+        world.now += 3
+        world.trainer.started = world.now - 1.5
+        world.heard["rank"] = world.now - 2
+        return status()
+
+    world.watch._ask_ledger = slowly
+    world.watch.look()
+    world.watch._ask_ledger = status
+    assert world.pass_time(60, "producer") == []  # it loads
 
 
 def test_a_producer_may_be_silent_while_it_computes(world: World) -> None:

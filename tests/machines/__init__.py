@@ -20,6 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DEVICE, MTU = "eth0", 9000
+_SPACES = ["--net", "--uts", "--mount", "--pid"]
+_UNSHARE = ["unshare", *_SPACES, "--fork", "--mount-proc", "--kill-child"]
 _SETUP = """
 hostname {name}
 mount --bind {hosts} /etc/hosts
@@ -41,16 +43,13 @@ class Machine:
         self.name, self.address = name, address
         hosts = folder / f"{name}.hosts"
         hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
-        spaces = ["--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
         script = _SETUP.format(name=name, hosts=hosts)
-        self._holder = subprocess.Popen(
-            ["unshare", *spaces, "sh", "-ec", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        self._holder = subprocess.Popen([*_UNSHARE, "sh", "-ec", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._holder.stdout.readline() == b"up\n"
         self.pid = psutil.Process(self._holder.pid).children()[0].pid
 
     def plug(self, device: str) -> None:
-        """A network device of this machine becomes the other one's."""
+        """A device of the machine that the tests run on becomes this one's."""
         run("ip", "link", "set", device, "netns", str(self.pid))
         for command in (
             ["link", "set", device, "name", DEVICE, "mtu", str(MTU)],
@@ -61,8 +60,7 @@ class Machine:
 
     def inside(self, *command: str) -> list[str]:
         """The command that runs another one on this machine, in the project's folder."""
-        spaces = ["--net", "--uts", "--mount", "--pid", f"--wdns={ROOT}"]
-        return ["nsenter", "--target", str(self.pid), *spaces, "--", *command]
+        return ["nsenter", "--target", str(self.pid), *_SPACES, f"--wdns={ROOT}", "--", *command]
 
     def processes(self, *words: str) -> list[psutil.Process]:
         """Those that run on this machine and whose command line holds all these words."""
@@ -142,20 +140,15 @@ def need_machines() -> None:
     """Skips the test, and says why, where no machines can be made."""
     if not shutil.which("ip"):
         subprocess.run(["apt-get", "install", "-y", "--no-install-recommends", "iproute2"], capture_output=True)
-    probe = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "true"],
-        capture_output=True,
-        text=True,
-    )
-    reason = None
-    if probe.returncode:
-        reason = f"no namespaces of our own: {probe.stderr.strip()}"
+    reason, missing = "", [tool for tool in ("ip", "unshare", "nsenter") if not shutil.which(tool)]
+    if missing:
+        reason = f"no {missing[0]} command"
     elif not os.access("/dev/net/tun", os.R_OK | os.W_OK):
-        reason = "no /dev/net/tun"
-    elif not shutil.which("ip"):
-        reason = "no ip command (iproute2)"
+        reason = "no access to /dev/net/tun"
+    else:
+        reason = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True).stderr.strip()
     if reason:
-        pytest.skip(f"NOT TESTED: several machines ({reason}; this needs root)")
+        pytest.skip(f"NOT TESTED: several machines ({reason}; it needs root, iproute2, util-linux and TUN devices)")
 
 
 def run(*command: str) -> None:

@@ -27,8 +27,8 @@ from trainer.checkpoint import (
     saved_checkpoints,
     whole_checkpoints,
 )
-from trainer.optim import OptimConfig, build_optimizer
-from trainer.parallel import World, process_group
+from trainer.optim import OptimConfig
+from trainer.parallel import ParallelConfig, Strategy, World, parallelize, process_group
 from trainer.seal import RUN_FILE, Broken, verify
 
 IDENTITY = {"optim.lr": 0.1, "drafter.taps": [1, 2], "seed": 0}
@@ -41,16 +41,28 @@ def world() -> Iterator[World]:
         yield made
 
 
-def made_of(step: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Linear(64, 64)
-    torch.nn.init.constant_(model.weight, float(step))
-    return model, build_optimizer(OptimConfig(), model.parameters())
+class Layer(torch.nn.Linear):
+    def shard_units(self) -> list[torch.nn.Module]:
+        return []
+
+
+def spread(model: torch.nn.Module) -> Strategy:
+    return parallelize(model, ParallelConfig(), OptimConfig(), World(0, 1, torch.device("cpu")))
+
+
+def made_of(step: int) -> Strategy:
+    """Weights of `step` all over, after as many optimizer steps."""
+    strategy = spread(Layer(64, 64))
+    torch.nn.init.constant_(strategy.drafter.weight, float(step))
+    for moments in strategy.state()["optimizer"].values():
+        moments["step"].fill_(step)
+    return strategy
 
 
 def save(folder: Path, steps: list[int], **options) -> Checkpointer:
     checkpointer = Checkpointer(folder, CheckpointConfig(**options), IDENTITY)
     for step in steps:
-        checkpointer.save(step, *made_of(step))
+        checkpointer.save(step, made_of(step))
     checkpointer.close()
     return checkpointer
 
@@ -90,8 +102,9 @@ def test_damage_is_noticed_and_the_one_before_is_taken(folder, world, caplog, ki
         chosen = choose_checkpoint(folder, "auto", IDENTITY)
     assert chosen.name == "step_00000004"
     assert f"step_00000008: {kind}" in caplog.text and "going on from step_00000004" in caplog.text
-    model, optimizer = made_of(0)
-    assert load_checkpoint(chosen, model, optimizer) == 4 and model.weight.unique().tolist() == [4.0]
+    strategy = made_of(0)
+    assert load_checkpoint(chosen, strategy) == 4
+    assert strategy.full_weights()["weight"].unique().tolist() == [4.0]
     with pytest.raises(UserError, match=f"not a whole checkpoint: {kind}"):
         choose_checkpoint(folder, str(folder / "step_00000008"), IDENTITY)
     with pytest.raises(UserError, match=f"step_00000008 is broken: {kind}") as error:
@@ -127,6 +140,17 @@ def test_when_every_one_is_broken_nothing_is_trained_anew_in_silence(folder):
         choose_checkpoint(folder, "auto", IDENTITY)
     assert "step_00000008: __0_0.distcp is corrupt" in str(error.value) and "resume=never" in error.value.fix
     assert choose_checkpoint(folder, "never", IDENTITY) is None
+
+
+def test_moments_of_another_step_are_refused(world, tmp_path):
+    """What a framework that forgets its moments leaves behind: weights of step 8 with an optimizer that begins anew."""
+    strategy = made_of(8)
+    for moments in strategy.state()["optimizer"].values():
+        moments["step"].zero_()
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(), IDENTITY)
+    checkpointer.save(8, strategy, wait=True)
+    with pytest.raises(UserError, match="the checkpoint is of 8 steps and its moments of 0"):
+        load_checkpoint(tmp_path / "step_00000008", made_of(0))
 
 
 def test_without_any_it_starts_anew(world, tmp_path):
@@ -187,19 +211,17 @@ def test_a_refused_policy():
 
 
 SAVES = """
-import sys, torch
+import sys
 from pathlib import Path
-from tests.trainer.test_checkpoint import IDENTITY
+from tests.trainer.test_checkpoint import IDENTITY, Layer, spread
 from trainer.checkpoint import CheckpointConfig, Checkpointer
-from trainer.optim import OptimConfig, build_optimizer
 from trainer.parallel import process_group
 
 with process_group(60):
     checkpointer = Checkpointer(Path(sys.argv[1]), CheckpointConfig(keep=2), IDENTITY)
-    model = torch.nn.Linear(4096, 4096)
-    optimizer = build_optimizer(OptimConfig(), model.parameters())
+    strategy = spread(Layer(4096, 4096))
     for step in range(1, 1000):
-        checkpointer.save(step, model, optimizer)
+        checkpointer.save(step, strategy)
 """
 
 

@@ -95,6 +95,28 @@ def test_told_to_stop_while_one_rank_waits_for_packs_all_leave_with_what_was_don
     assert result(run_dir)["weights_sha256"] == result(two_ranks)["weights_sha256"]
 
 
+def test_told_to_stop_while_the_first_of_a_group_waits_both_leave_and_a_rank_alone_goes_on(
+    undisturbed, captured, hybrid, tmp_path
+):
+    """Two ranks share each pack; only the first of them has a source, and it waits for a pack of step 2."""
+    run_dir = tmp_path / "run"
+    shutil.move(tmp_path / "features", run_dir / "features")
+    (run_dir / "features" / f"{captured.name(9)}.safetensors").unlink()
+    process = start(run_dir, *hybrid, "parallel.context=2", ranks=2)
+    deadline = time.monotonic() + 120
+    while not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < 2:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=100)
+    assert "told to stop while a rank waited for packs that did not come; 2 steps are in the checkpoint" in said
+    assert said.count("Traceback") == 1 and "SignalException" in said, "torchrun's own, and none of a rank"
+    train(run_dir, plain=True)
+    for row, whole in zip(metrics(run_dir), metrics(undisturbed), strict=True):
+        assert row["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+        assert (row["tokens"], row["packs"]) == (whole["tokens"], whole["packs"])
+
+
 def test_told_to_stop_before_any_pack_has_come_it_leaves_at_once(hybrid, tmp_path):
     shutil.rmtree(tmp_path / "features")
     process = start(tmp_path / "run", *hybrid, plain=True)

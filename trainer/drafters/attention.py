@@ -6,6 +6,7 @@ The layers themselves are the same in both; they hand (q, k, v) to one of these.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,65 +30,58 @@ PLAIN = Scoring()
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, extra=None, scoring: Scoring = PLAIN
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scoring: Scoring = PLAIN
 ) -> torch.Tensor:
-    """Grouped-query attention. visible: bool, broadcastable to [..., 1, 1, N, S].
-
-    extra: a list of (key, value) pairs [..., kv_heads, N, d] of which query i sees only its own row (the diagonals).
-    A query that sees nothing gets zeros.
-    """
+    """Grouped-query attention. visible: bool, broadcastable to [..., 1, 1, N, S]. A query that sees nothing gets zeros."""
     groups = q.shape[-3] // k.shape[-3]
     wide = upcast(q).dtype
     q_ = q.to(wide).unflatten(-3, (k.shape[-3], groups)) * (scoring.scale or q.shape[-1] ** -0.5)
     scores = q_ @ k.to(wide).unsqueeze(-3).transpose(-1, -2)
-    diagonals = [(q_ * key.to(wide).unsqueeze(-3)).sum(-1, keepdim=True) for key, _ in extra or ()]
     if scoring.softcap:
-        scores, *diagonals = (scoring.softcap * torch.tanh(s / scoring.softcap) for s in (scores, *diagonals))
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     sinks = []
     if scoring.sinks is not None:
         sinks = [scoring.sinks.to(wide).view(-1, groups, 1, 1).expand(*scores.shape[:-1], 1)]
     scores = scores.masked_fill(~visible, float("-inf"))
     # (A row without any visible key would be NaN: its maximum is -inf. Such rows are padding; they become zero.)
-    weights = torch.cat([scores, *diagonals, *sinks], -1).softmax(-1).nan_to_num(0.0)
+    weights = torch.cat([scores, *sinks], -1).softmax(-1).nan_to_num(0.0)
     out = weights[..., : k.shape[-2]] @ v.to(wide).unsqueeze(-3)
-    for i, (_, value) in enumerate(extra or ()):
-        out = out + weights[..., k.shape[-2] + i, None] * value.to(wide).unsqueeze(-3)
     return out.flatten(-4, -3).to(q.dtype)
 
 
 class RolloutAttention:
-    """Training-time test over one pack: step 0 is causal inside each document; at step k row t sees the step-0 keys of rows
-    ≤ t of its document and its own keys of steps 1..k. That is what a chain decode sees.
+    """One step of one layer in the training-time test over one pack: step 0 is causal inside each document; at step k row
+    t sees the step-0 keys of rows ≤ t of its document and its own keys of steps 1..k. That is what a chain decode sees.
 
-    Rows may be dropped from step to step (`narrow`), never added. A pack is one sequence: q, k, v come with a batch
-    dimension of 1, or with none.
+    first, last: int64 [N], of each query the first and last row of the pack whose step-0 keys it sees. past: keys and
+    values of step 0, of the whole pack, then those of the later steps, of the queries' rows alone; empty: this is step 0.
+    gather: rows of this rank → of the whole pack (`batch.Part`).
+
+    `made` is what the call adds to `past`. A pack is one sequence: q, k, v come with a batch dimension of 1, or with none.
     """
 
-    def __init__(self, document_ids: torch.Tensor):
-        index = torch.arange(len(document_ids), device=document_ids.device)
-        self._causal = (document_ids[:, None] == document_ids[None]) & (index[:, None] >= index[None])
-        self._rows = index
-        self._keys: torch.Tensor | None = None
-        self._values: torch.Tensor | None = None
-        self._diagonals: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def __init__(
+        self,
+        first: torch.Tensor,
+        last: torch.Tensor,
+        past: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        gather: Callable[..., tuple[torch.Tensor, ...]] = lambda *rows: rows,
+    ):
+        self._first, self._last, self._past, self._gather = first, last, past, gather
 
-    def narrow(self, kept: torch.Tensor) -> None:
-        """Keep the current rows numbered `kept` (indices into the current rows)."""
-        self._rows = self._rows[kept]
-        self._diagonals = [(k[..., kept, :], v[..., kept, :]) for k, v in self._diagonals]
+    def narrow(self, queries: torch.Tensor) -> None:
+        """The call will come with the queries of these rows only; with keys of all."""
+        self._first, self._last = self._first[queries], self._last[queries]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
         if q.dim() == 4:
             return self(q[0], k[0], v[0], scoring)[None]
-        if self._keys is None:
-            self._keys, self._values = k, v
-        else:
-            self._diagonals.append((k, v))
-        visible = self._causal[self._rows]
-        if scoring.softcap or scoring.sinks is not None:  # rare; the merged form is for the common case
-            return attend(q, self._keys, self._values, visible, self._diagonals, scoring)
+        self.made = (k, v) if self._past else self._gather(k, v)
+        (keys, values), *diagonals = (*self._past, self.made)
         scale = scoring.scale or q.shape[-1] ** -0.5
-        return merged_attention(q, self._keys, self._values, visible, self._diagonals, scale)
+        return merged_attention(
+            q, keys, values, self._first, self._last, diagonals, scale, scoring.softcap, scoring.sinks
+        )
 
 
 class CachedAttention:
@@ -127,4 +121,4 @@ class CachedAttention:
         index = torch.arange(before + n, device=k.device)
         causal = index[None] <= before + torch.arange(n, device=k.device)[:, None]
         visible = (causal[None] & self._valid[:, None])[:, None, None]
-        return attend(q, self._keys, self._values, visible, scoring=scoring)
+        return attend(q, self._keys, self._values, visible, scoring)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from data_pipelines.engines import Target
 from data_pipelines.errors import UserError
@@ -69,12 +71,14 @@ class Targets:
     """The part of a pack's loss that does not depend on the drafter's weights: made first, so that the denominators of a
     whole optimizer step are known before any backward.
 
-    counts: bool [K, T], the drafts that count (metrics). trained: bool [K, T], those that the loss takes.
+    counts: bool [K, T], the drafts that count (metrics): of this rank's rows. trained: bool [K, T], those that the loss
+    takes. offset: row t's draft of step k is to match row t + k + offset of `teacher`.
     """
 
     teacher: Teacher
     counts: torch.Tensor
     trained: torch.Tensor
+    offset: int
 
     @property
     def denominators(self) -> torch.Tensor:
@@ -85,6 +89,12 @@ class Targets:
     def entries(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Step and row of every draft that counts, int64 [N] each, in the order of steps, then of rows."""
         return self.counts.nonzero().unbind(1)
+
+    @property
+    def teacher_rows(self) -> torch.Tensor:
+        """Of the entries, int64 [N]."""
+        step, row = self.entries
+        return row + step + self.offset
 
 
 class Drafter(nn.Module):
@@ -103,6 +113,7 @@ class Drafter(nn.Module):
     step_weights: list[float]  # [K], what a draft of each step weighs in the loss
     vocab_size: int  # V
     kept: torch.Tensor | None  # int64 [D], the target ids of the draft vocabulary, ascending; None: all of V
+    recompute: bool = False  # what a step (block drafters: a layer) keeps for the backward is made again there instead
 
     @classmethod
     def contract(cls, config: Any, num_layers: int) -> Contract:
@@ -135,22 +146,30 @@ class Drafter(nn.Module):
 
     # ---- training
 
+    @property
+    def rows_ahead(self) -> int:
+        """How many rows behind its own a row's drafts have their teachers in."""
+        return self.first + self.depth - 1
+
     def rounds(self, batch: Batch) -> torch.Tensor:
-        """The drafts that count: bool [K, T]."""
+        """The drafts of a whole pack that count: bool [K, T]."""
         return round_counts(batch, self.first, self.depth)
 
     def targets(self, batch: Batch, frozen: FrozenTarget) -> Targets:
-        counts = self.rounds(batch)
+        rounds = self.rounds(batch)
+        counts = torch.zeros_like(rounds)
+        counts[:, batch.own] = rounds[:, batch.own]
         step, row = counts.nonzero().unbind(1)
-        teacher_rows = row + self.first + step
-        needed = torch.zeros_like(batch.supervised)
+        offset = self.first - batch.own.start
+        teacher_rows = row + step + offset
+        needed = torch.zeros(len(batch.final), dtype=torch.bool, device=row.device)
         needed[teacher_rows] = True
         teacher = summarise_teacher(frozen, batch.final, needed)
         trained = counts
         if self.kept is not None and not self.config.keep_unmapped:
             trained = counts.clone()
             trained[step, row] = self.t2d[teacher.argmax[teacher_rows]]
-        return Targets(teacher, counts, trained)
+        return Targets(teacher, counts, trained, offset)
 
     def divisors(self, denominators: torch.Tensor) -> torch.Tensor:
         """What each step's summed loss is divided by, [K]: here its own number of trained drafts, so that each step is
@@ -164,6 +183,13 @@ class Drafter(nn.Module):
         sums [len(metrics), K] for the log, without gradient."""
         raise NotImplementedError
 
+    def again(self, function: Callable, *args: Any) -> Any:
+        """function(*args), with what it would keep for the backward made again there if `recompute`. It has to be a
+        function of its arguments alone."""
+        if not (self.recompute and torch.is_grad_enabled()):
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
     def draft_loss(
         self,
         batch: Batch,
@@ -175,15 +201,14 @@ class Drafter(nn.Module):
     ) -> tuple[torch.Tensor, Judged]:
         """hidden [N, H']: normed states of `targets.entries`. head [D, H']. weights [N]. Differentiable in both."""
         step, row = targets.entries
-        teacher_rows = row + self.first + step
         return streamed_loss(
             Mixture.parse(self.config.loss),
             hidden,
             head,
             teacher=targets.teacher,
             teacher_head=frozen.draft_head(self.kept),
-            teacher_rows=teacher_rows,
-            labels=self.to_draft(batch.input_ids[teacher_rows + 1]),
+            teacher_rows=targets.teacher_rows,
+            labels=self.to_draft(batch.input_ids[row + self.first + step + 1]),
             weights=weights,
             cap=frozen.cap,
         )
@@ -193,7 +218,7 @@ class Drafter(nn.Module):
         """[len(metrics), K]. losses [N]: of each draft, zero for one that is not trained."""
         step, row = targets.entries
         right = torch.zeros_like(targets.counts)
-        right[step, row] = self.to_target(judged.argmax) == targets.teacher.argmax[row + self.first + step]
+        right[step, row] = self.to_target(judged.argmax) == targets.teacher.argmax[targets.teacher_rows]
         prefix = right.cumprod(0).bool()  # all of steps 0..k right
         reached = torch.cat([targets.counts[:1], targets.counts[1:] & prefix[:-1]])
 

@@ -6,6 +6,8 @@ token. It sees the context before the anchor (strictly: the anchor has not been 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -53,33 +55,39 @@ def block_seen(size: int, causal: bool, device: torch.device | None = None) -> t
 class TrainedBlocks:
     """One layer's attention in training: N blocks over one context, each block by itself.
 
-    context: bool [N, T]. block: bool [B, B]. Blocks go in chunks whose scores are made again in the backward, so that
-    memory does not grow with N·B·T.
+    context: some of the blocks → what they see of the context, bool [n, T]. block: bool [B, B]. gather: rows of this rank →
+    of the whole pack (`batch.Part`). Blocks go in chunks whose scores are made again in the backward, so that memory does
+    not grow with N·B·T.
     """
 
-    def __init__(self, context: torch.Tensor, block: torch.Tensor):
-        self._context, self._block = context, block
+    def __init__(
+        self,
+        context: Callable[[slice], torch.Tensor],
+        block: torch.Tensor,
+        gather: Callable[..., tuple[torch.Tensor, ...]],
+    ):
+        self._context, self._block, self._gather = context, block, gather
 
-    def add_context(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """[kv_heads, T, d] each."""
-        self._keys, self._values = keys, values
+    def __call__(self, keys, values, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """keys and values [kv_heads, R, d], of this rank's rows of the context. q [N, heads, B, d], k and v
+        [N, kv_heads, B, d] → [N, heads, B, d]."""
+        keys, values = self._gather(keys, values)
+        size = max(1, CHUNK_SCORES // (q.shape[1] * q.shape[2] * (keys.shape[1] + q.shape[2])))
+        # Without any block, too: each weight has a gradient on every rank then, and each rank takes the same collectives.
+        chunks = [slice(i, i + size) for i in range(0, max(1, len(q)), size)]
+        return torch.cat(
+            [
+                checkpoint(self._attend, chunk, keys, values, q[chunk], k[chunk], v[chunk], use_reentrant=False)
+                for chunk in chunks
+            ]
+        )
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [N, heads, B, d], k and v [N, kv_heads, B, d] → [N, heads, B, d]."""
-        per_block = q.shape[1] * q.shape[2] * (self._context.shape[1] + q.shape[2])
-        size = max(1, CHUNK_SCORES // per_block)
-        out = [
-            checkpoint(self._attend, q[i : i + size], k[i : i + size], v[i : i + size], i, use_reentrant=False)
-            for i in range(0, len(q), size)
-        ]
-        return torch.cat(out) if out else q
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
-        context = self._context[start : start + len(q)]
+    def _attend(self, chunk: slice, keys, values, q, k, v) -> torch.Tensor:
+        context = self._context(chunk)
         columns = context.any(0).nonzero()  # anchors are ascending: a chunk sees a part of the pack
         first, stop = (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (0, 0)
-        wide = upcast(q).dtype
-        keys, values = (x[:, first:stop].to(wide) for x in (self._keys, self._values))
+        wide, narrow = upcast(q).dtype, q.dtype
+        keys, values = (x[:, first:stop].to(wide) for x in (keys, values))
         k, v, q = k.to(wide), v.to(wide), q.to(wide).unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5
         scores = torch.einsum("ngrbd,gtd->ngrbt", q, keys)
         scores = scores.masked_fill(~context[:, None, None, None, first:stop], float("-inf"))
@@ -87,7 +95,7 @@ class TrainedBlocks:
         weights = torch.cat([scores, own], -1).softmax(-1)
         out = torch.einsum("ngrbt,gtd->ngrbd", weights[..., : stop - first], values)
         out = out + torch.einsum("ngrbs,ngsd->ngrbd", weights[..., stop - first :], v)
-        return out.flatten(1, 2).to(self._keys.dtype)
+        return out.flatten(1, 2).to(narrow)
 
 
 class CachedBlocks:
@@ -101,11 +109,9 @@ class CachedBlocks:
         """What the next call sees. context: bool [N, S], of the cached positions, those that it adds included."""
         self._seen = torch.cat([context[:, None].expand(-1, len(block), -1), block.expand(len(context), -1, -1)], -1)
 
-    def add_context(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """[N, kv_heads, T, d] each."""
+    def __call__(self, keys, values, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """keys and values [N, kv_heads, T, d]: of the context's new positions."""
         self._keys = keys if self._keys is None else torch.cat([self._keys, keys], -2)
         self._values = values if self._values is None else torch.cat([self._values, values], -2)
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = torch.cat([self._keys, k], -2), torch.cat([self._values, v], -2)
         return attend(q, k, v, self._seen[:, None, None])

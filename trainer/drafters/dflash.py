@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,12 +172,15 @@ class DFlash(Drafter):
         """[D, H]"""
         return frozen.draft_head(self.kept)
 
-    def seen(self, layer: int, positions: torch.Tensor, anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a layer's queries see of the context (by position, bool [N, T]) and of their own block (bool [B, B])."""
+    def sees_context(self, layer: int, positions: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """What a layer's queries see of the context, by position: bool [N, T]."""
         sliding = self.layer_types[layer] == SLIDING
-        causal = sliding and not self.config.sliding_window_non_causal
-        context = context_seen(positions, anchors, self.config.sliding_window if sliding else None)
-        return context, block_seen(self.config.block_size, causal, positions.device)
+        return context_seen(positions, anchors, self.config.sliding_window if sliding else None)
+
+    def sees_block(self, layer: int, device: torch.device) -> torch.Tensor:
+        """What they see of their own block: bool [B, B]."""
+        causal = self.layer_types[layer] == SLIDING and not self.config.sliding_window_non_causal
+        return block_seen(self.config.block_size, causal, device)
 
     def run_blocks(self, bonus, anchors, taps, positions, attentions, frozen: FrozenTarget) -> torch.Tensor:
         """The normed state of every draft, [N, K, H].
@@ -189,7 +193,7 @@ class DFlash(Drafter):
         context, blocks = self.hidden_norm(self.fc(taps.flatten(-2))), frozen.embed(tokens)
         rope, context_rope = self.rotary(anchors[:, None] + offsets), self.rotary(positions)
         for layer, attention in zip(self.layers, attentions):
-            blocks = layer(blocks, rope, context, context_rope, attention)
+            blocks = self.again(layer, blocks, rope, context, context_rope, attention)
         return self.norm(blocks[:, SLOTS[self.config.slots] :])
 
     # ---- training
@@ -204,13 +208,18 @@ class DFlash(Drafter):
 
     def train_blocks(self, batch: Batch, frozen: FrozenTarget, rows: torch.Tensor) -> torch.Tensor:
         """rows int64 [N], ascending: the anchors' places in the pack. → [N, K, H]"""
-        anchors = batch.positions[rows]
-        own_document = batch.document_ids[rows, None] == batch.document_ids
-        attentions = []
-        for i in range(len(self.layers)):
-            context, block = self.seen(i, batch.positions, anchors)
-            attentions.append(TrainedBlocks(own_document & context, block))
-        return self.run_blocks(batch.input_ids[rows], anchors, batch.taps, batch.positions, attentions, frozen)
+        anchors, device = batch.positions[rows], rows.device
+
+        def context(layer: int, chunk: slice) -> torch.Tensor:
+            own_document = batch.document_ids[rows[chunk], None] == batch.document_ids
+            return own_document & self.sees_context(layer, batch.positions, anchors[chunk])
+
+        attentions = [
+            TrainedBlocks(partial(context, i), self.sees_block(i, device), batch.part.gather)
+            for i in range(len(self.layers))
+        ]
+        positions = batch.positions[batch.own]
+        return self.run_blocks(batch.input_ids[rows], anchors, batch.taps, positions, attentions, frozen)
 
     def forward(self, batch, targets, frozen, weights):
         step, row = targets.entries
@@ -262,8 +271,8 @@ class DFlash(Drafter):
         sequences = torch.arange(len(last), device=last.device)
         bonus, anchors = rows.next_tokens[sequences, last], rows.positions[sequences, last] + 1
         for i, attention in enumerate(state.attentions):
-            context, block = self.seen(i, state.positions, anchors)
-            attention.expect(state.valid & context, block)
+            context = state.valid & self.sees_context(i, state.positions, anchors)
+            attention.expect(context, self.sees_block(i, bonus.device))
         hidden = self.run_blocks(bonus, anchors, rows.taps, rows.positions, state.attentions, frozen)
         drafts = self.choose(hidden[:, :k], bonus, frozen)
         state.confidence = self.confidence(hidden[:, :k], torch.cat([bonus[:, None], drafts[:, :-1]], 1))

@@ -105,9 +105,6 @@ class Eagle3(RolloutDrafter):
         hidden = self.layers[0](embeds, hidden, rope, attentions[0], rows if last == 0 else None)
         for i in range(1, last + 1):
             hidden = self.layers[i](hidden, rope, attentions[i], rows if i == last else None)
-        if rows is not None:
-            for attention in attentions[:last]:
-                attention.narrow(rows)
         return hidden
 
     def normed(self, hidden):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -123,9 +124,9 @@ class BlockLayer(DraftLayer):
     come from the same k_proj and v_proj, without the layer's input norm."""
 
     def forward(self, blocks, rope, context, context_rope, attention):
-        """blocks [N, B, H], context [..., T, H] → [N, B, H]. attention: of `blocks`; told of the context first."""
-        attention.add_context(*self.self_attn.keys_values(context, context_rope))
-        return self._finish(blocks, self.self_attn(self.input_layernorm(blocks), rope, attention))
+        """blocks [N, B, H], context [..., T, H] → [N, B, H]. attention: called with keys and values of the context first."""
+        over_context = partial(attention, *self.self_attn.keys_values(context, context_rope))
+        return self._finish(blocks, self.self_attn(self.input_layernorm(blocks), rope, over_context))
 
 
 def init_linears(module: nn.Module) -> None:

@@ -30,6 +30,8 @@ from torch import nn
 from data_pipelines.engines import Target
 from data_pipelines.errors import UserError
 
+from ..batch import Batch
+from ..target import FrozenTarget
 from .attention import CachedAttention, RolloutAttention
 from .base import Contract, DrafterConfig
 from .family import Family
@@ -150,8 +152,6 @@ class MTP(RolloutDrafter):
 
     def run_module(self, k: int, embeds, hidden, positions, attention) -> torch.Tensor:
         """Module k over [..., N, H]; inputs without a batch dimension are given one for the family's layer."""
-        if not positions.numel():  # families' layers cannot take this
-            return hidden
         flat = positions.dim() == 1
         if flat:
             embeds, hidden, positions = embeds[None], hidden[None], positions[None]
@@ -163,10 +163,7 @@ class MTP(RolloutDrafter):
 
     def run_layers(self, embeds, hidden, positions, attentions, rows=None):
         output = self.run_module(0, embeds, hidden, positions, attentions[0])
-        if rows is None:
-            return output
-        attentions[0].narrow(rows)
-        return output[rows]
+        return output if rows is None else output[rows]
 
     def normed(self, hidden):
         return hidden  # a module ends with its norm
@@ -176,16 +173,18 @@ class MTP(RolloutDrafter):
     def roll_out(self, batch, frozen, rows):
         if self.config.form == "shared" and self.config.attention == "rollout":
             return super().roll_out(batch, frozen, rows)
-        hidden = self.start(batch.taps, batch.final, frozen)
-        outputs = []
+        hidden, outputs = self.start(batch.taps, batch.final[: len(batch.taps)], frozen), []
         for k, wanted in enumerate(rows):
-            # All rows, every step. (A row whose token would lie past its document's end is seen by none that has one.)
-            tokens = batch.input_ids.roll(-1 - k)
-            module = k if self.config.form == "chained" else 0
-            attention = RolloutAttention(batch.document_ids)  # a new one each step: no keys of earlier steps
-            hidden = self.run_module(module, frozen.embed(tokens), hidden, batch.positions + k, attention)
-            outputs.append(hidden[wanted])
+            hidden = self.again(self._own_step, batch, frozen, k, hidden)
+            outputs.append(hidden[wanted - batch.own.start])
         return outputs
+
+    def _own_step(self, batch: Batch, frozen: FrozenTarget, k: int, hidden: torch.Tensor) -> torch.Tensor:
+        """All rows, every step. (A row whose token would lie past its document's end is seen by none that has one.)"""
+        run = batch.own_rows
+        attention = RolloutAttention(run - batch.positions[run], run, gather=batch.part.gather)
+        embeds, module = frozen.embed(batch.input_ids.roll(-1 - k)[run]), k if self.config.form == "chained" else 0
+        return self.run_module(module, embeds, hidden, batch.positions[run] + k, attention)
 
     # ---- decoding
 

@@ -39,7 +39,7 @@ class RolloutDrafter(Drafter):
     def run_layers(self, embeds, hidden, positions, attentions, rows: torch.Tensor | None = None) -> torch.Tensor:
         """One step of all layers: embeds and hidden [..., N, H], positions int64 [..., N] → [..., N, H].
 
-        rows: int64 [M], only these are wanted: [M, H] comes back, and the attentions (roll-outs) are narrowed to them.
+        rows: int64 [M], only these are wanted, and [M, H] comes back; keys are made of all.
         """
         raise NotImplementedError
 
@@ -54,25 +54,39 @@ class RolloutDrafter(Drafter):
     # ---- training
 
     def roll_out(self, batch: Batch, frozen: FrozenTarget, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Training-time test (EAGLE-3, arXiv 2503.01840, §3.2). rows[k]: int64, ascending, the rows that step k runs (each
-        step's are among the one before's). Returns the normed outputs of every step, [len(rows[k]), H]."""
-        attentions = [RolloutAttention(batch.document_ids) for _ in range(self.attending)]
-        tokens = batch.input_ids.roll(-1)  # row t's next token; the last row of a document is never a row of `rows`
-        hidden = self.start(batch.taps, batch.final, frozen)
-        outputs = []
-        for k, wanted in enumerate(rows):
-            if k == 0:
-                hidden = self.run_layers(frozen.embed(tokens), hidden, batch.positions, attentions, wanted)
-            else:
-                kept = torch.searchsorted(rows[k - 1], wanted)
-                for attention in attentions:
-                    attention.narrow(kept)
-                embeds = frozen.embed(tokens[wanted + k])
-                hidden = self.run_layers(embeds, hidden[kept], batch.positions[wanted] + k, attentions)
-            outputs.append(self.normed(hidden))
-            if self.feeds_normed:
-                hidden = outputs[-1]
+        """Training-time test (EAGLE-3, arXiv 2503.01840, §3.2). rows[k]: int64, ascending, the batch's own rows that step k
+        runs (each step's are among the one before's). Returns the normed outputs of every step, [len(rows[k]), H]."""
+        rows = [batch.own_rows, *rows]
+        hidden, past, outputs = self.start(batch.taps, batch.final[: len(batch.taps)], frozen), [], []
+        for k in range(len(rows) - 1):
+            if k and not len(rows[k + 1]):  # families' layers cannot take this
+                outputs.append(outputs[-1][:0])
+                continue
+            hidden, normed, made = self.again(self._step, batch, frozen, rows[: k + 2], hidden, past)
+            past = [*past, made]
+            outputs.append(normed)
         return outputs
+
+    def _step(self, batch: Batch, frozen: FrozenTarget, rows: list[torch.Tensor], hidden: torch.Tensor, past: list):
+        """The k-th step: from rows[k] to rows[k+1], of which step 0 runs all of the former and a later one the latter.
+
+        hidden [len(rows[k]), H]: fed back from the step before. past[j][i]: keys and values of layer i that step j made.
+        Returns what is fed back of rows[k+1], their normed outputs, and what this step adds to `past`.
+        """
+        k, kept = len(past), torch.searchsorted(rows[-2], rows[-1])
+        run = rows[-1] if k else rows[0]
+        narrowed = [torch.searchsorted(rows[j + 1], run) for j in range(1, k)]
+        attentions = []
+        for i in range(self.attending):
+            own = [(key[..., at, :], value[..., at, :]) for (key, value), at in zip((m[i] for m in past[1:]), narrowed)]
+            seen = [past[0][i], *own] if k else []
+            attentions.append(RolloutAttention(run - batch.positions[run], run, seen, batch.part.gather))
+        embeds = frozen.embed(batch.input_ids.roll(-1 - k)[run])  # (a document's last row is run in step 0 at most)
+        hidden = self.run_layers(
+            embeds, hidden[kept] if k else hidden, batch.positions[run] + k, attentions, None if k else kept
+        )
+        normed = self.normed(hidden)
+        return normed if self.feeds_normed else hidden, normed, [attention.made for attention in attentions]
 
     def forward(self, batch, targets, frozen, weights):
         step, row = targets.entries

@@ -9,7 +9,7 @@ import torch
 
 from data_pipelines.errors import UserError
 
-from ..checkpoint import find_checkpoint, load_checkpoint
+from ..checkpoint import find_checkpoint, load_weights
 from ..drafters import Drafter
 from ..setup import RunSetup
 from ..target import FrozenTarget
@@ -41,5 +41,5 @@ def _trained(setup: RunSetup, step: int | None) -> tuple[Drafter, FrozenTarget]:
     drafter = setup.build_drafter(frozen)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads it: as meant
-        load_checkpoint(checkpoint, drafter)
+        load_weights(checkpoint, drafter)
     return drafter, frozen

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-from data_pipelines.engines import resolve_dtype
 
 from ..drafters import Drafter
+from ..optim import OptimConfig
 from .config import ParallelConfig
+from .sharded import Sharded
+from .strategy import Strategy
 from .world import World, process_group
 
-__all__ = ["World", "parallelize", "process_group"]
+__all__ = ["ParallelConfig", "Strategy", "World", "parallelize", "process_group"]
 
 
-def parallelize(drafter: Drafter, config: ParallelConfig, world: World) -> Drafter:
-    """FSDP2: fp32 masters and reduction, compute in compute_dtype.
+def parallelize(drafter: Drafter, config: ParallelConfig, optim: OptimConfig, world: World) -> Strategy:
+    """drafter: in fp32, with the same weights on every rank.
 
-    Each of the drafter's `shard_units` is gathered by itself, the rest together. A layer that runs K times a step
-    (training-time test) is not a unit: it would be gathered K times.
+    Activations to be made again, then compilation, and only then sharding. The compiler has to see what is made again, to
+    plan what it keeps; and weights are gathered and released around a layer's call, which must not be inside of what is
+    traced. Compiled is a layer's `forward`, not the layer: names of parameters stay what they are.
+
+    Raises UserError on a number of ranks that cannot be spread like this, and when DeepSpeed is wanted and not there.
     """
+    config.check_size(world.size, world.machines)
     drafter.to(world.device)
-    dtype = resolve_dtype(config.compute_dtype)
-    # Inputs come in the compute dtype already; what is wider (cos and sin of RoPE) has to stay so.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    for unit in drafter.shard_units():
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    return fully_shard(drafter, mesh=mesh, mp_policy=policy)
+    drafter.recompute = config.recompute
+    if config.compile:
+        for unit in drafter.shard_units() or _pure_parts(drafter):
+            unit.forward = torch.compile(unit.forward)
+    if config.name == "deepspeed":
+        from .zero import Zero  # an optional dependency
+
+        return Zero(drafter, config, optim, world)
+    return Sharded(drafter, config, optim, world)
+
+
+def _pure_parts(drafter: Drafter) -> list[torch.nn.Module]:
+    """Of layers that run K times a step: they hand their rows to an object that remembers them, their MLPs do not."""
+    return [module for name, module in drafter.named_modules() if name.rpartition(".")[2] == "mlp"]

@@ -13,9 +13,12 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class World:
+    """machines: on which the ranks are, as many on each."""
+
     rank: int
     size: int
     device: torch.device
+    machines: int = 1
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise sum over the ranks, in place."""
@@ -34,15 +37,16 @@ def process_group(timeout_seconds: float):
     """torchrun's process group, or a group of one when started by plain python. A rank that waits for another in a
     collective for timeout_seconds ends with an error."""
     cuda, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # what is offloaded to the host is reduced there
     if "RANK" not in os.environ:
-        store = dist.HashStore()
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), device)
+        size = dist.get_world_size()
+        yield World(dist.get_rank(), size, device, size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     finally:
         dist.destroy_process_group()

@@ -88,6 +88,17 @@ def test_a_late_answer_is_refused_and_the_pack_goes_to_somebody_else(ledger, clo
     assert "slow has not answered within 10 s" in ledger.locate("s-0-pack0").reasons[0]
 
 
+def test_a_lease_that_is_asked_for_again_lasts_longer_and_holds_up_no_others_end(ledger, clock):
+    ledger.want([want(0), want(1)])
+    first, second = ledger.lease("a", FEATURES), ledger.lease("b", FEATURES)
+    clock.now = 9
+    assert ledger.lease("a", FEATURES).lease == first.lease
+    clock.now = 10
+    assert (ledger.locate(first.want).state, ledger.locate(second.want).state) == (LEASED, WANTED)
+    clock.now = 19
+    assert ledger.locate(first.want).state == WANTED
+
+
 def test_every_kind_of_failure_counts_and_the_reasons_are_kept(ledger, clock):
     ledger.want([want(0)])
     ledger.lease("a", FEATURES)

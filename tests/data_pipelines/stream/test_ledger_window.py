@@ -147,6 +147,7 @@ def test_high_objects_give_way_to_a_low_pack_only_when_nothing_moves(ledger, clo
     """Rank 0 has filled the window before rank 1 wants its first pack; rank 0 waits for a pack that failed meanwhile."""
     ledger.want([want(i) for i in (2, 4)])
     first, second = store(ledger, "a"), store(ledger, "b")
+    assert ledger.lease("c", FEATURES) is None
     ledger.want([want(1)])
     assert ledger.lease("c", FEATURES) is None
     assert ledger.locate(second.want).state == STORED, "its rank may be about to read it"
@@ -157,6 +158,8 @@ def test_high_objects_give_way_to_a_low_pack_only_when_nothing_moves(ledger, clo
     assert ledger.untidy("b") and tidy(ledger, "b", [object_key("pack4", second.lease)]) == []
     assert ledger.lease("c", FEATURES).index == 1
     assert ledger.snapshot()["totals"]["evicted"] == 1
+    ledger.consumed(first.want, first.lease)
+    assert ledger.lease("d", FEATURES).index == 4, "what gave way has its turn when there is room again"
 
 
 def test_nothing_gives_way_where_that_would_not_help(ledger, clock):

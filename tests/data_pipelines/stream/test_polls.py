@@ -131,10 +131,11 @@ def test_a_producer_with_garbage_is_woken_to_reconcile(serving):
         tell(serving, want(0))
         held = (await lease(serving, "p"))["lease"]
         serving.ledger.stored("p", held["want"], held["lease"], 10, "c")
-        idle = await begin(lease(serving, "p"))
+        other, idle = await begin(lease(serving, "other")), await begin(lease(serving, "p"))
         serving.ledger.consumed(held["want"], held["lease"], removed=False)
         serving._spread_news()
-        assert (await ended(idle))[0]["reconcile"] is True
+        assert (await ended(idle))[0]["reconcile"] is True and not other.done()
+        other.cancel()
 
     asyncio.run(run())
 

@@ -112,7 +112,7 @@ def test_a_mistake_is_noticed(target_config, frozen, world, monkeypatch, mistake
     elif mistake == "other blocks":
         call = blocks.TrainedBlocks.__call__
         monkeypatch.setattr(
-            blocks.TrainedBlocks, "__call__", lambda self, q, k, v: call(self, q, k.roll(1, 0), v.roll(1, 0))
+            blocks.TrainedBlocks, "__call__", lambda self, *x: call(self, *x[:3], x[3].roll(1, 0), x[4].roll(1, 0))
         )
     elif mistake == "position":
         run = drafter.run_blocks

@@ -99,7 +99,7 @@ def test_the_layer_computes_what_the_familys_own_model_computes(target):
     rope = family.rotary()(positions)
     with torch.no_grad():
         expected = theirs(hidden, position_embeddings=rope, attention_mask=mask)
-        strategy = RolloutAttention(torch.zeros(17, dtype=torch.long))
+        strategy = RolloutAttention(torch.zeros(17, dtype=torch.long), torch.arange(17))
         got = ours(hidden, position_embeddings=rope, attention_mask=None, draft_attention=strategy)
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
 

@@ -164,13 +164,14 @@ def test_a_shift_by_one_is_noticed(world, mtp, monkeypatch, what, form):
     original, run = RolloutAttention.__init__, drafter.run_module
     if what == "mask":
 
-        def blind_to_itself(self, document_ids):
-            original(self, document_ids)
-            self._causal = self._causal & ~torch.eye(len(document_ids), dtype=torch.bool)
+        def blind_to_itself(self, first, last, *rest, **options):  # but for a document's first row
+            original(self, first, torch.maximum(first, last - 1), *rest, **options)
 
         monkeypatch.setattr(RolloutAttention, "__init__", blind_to_itself)
     elif what == "boundary":
-        monkeypatch.setattr(RolloutAttention, "__init__", lambda self, ids: original(self, torch.zeros_like(ids)))
+        monkeypatch.setattr(
+            RolloutAttention, "__init__", lambda self, first, *rest, **o: original(self, first * 0, *rest, **o)
+        )
     elif what == "position":  # of single rows: a shift of all of a step's rows is none, in a module of its own
         monkeypatch.setattr(drafter, "run_module", lambda k, e, h, p, a: run(k, e, h, p + torch.arange(len(p)), a))
     elif what == "token":

@@ -97,7 +97,7 @@ def ours_with(drafter, pack, frozen, anchors) -> Targets:  # noqa: F811
     targets = drafter.targets(pack, frozen)
     chosen = torch.zeros_like(targets.counts[0])
     chosen[anchors] = True
-    return Targets(targets.teacher, targets.counts & chosen, targets.trained & chosen)
+    return replace(targets, counts=targets.counts & chosen, trained=targets.trained & chosen)
 
 
 @cases

@@ -1,0 +1,89 @@
+"""Where the processes of a run live: all on this machine, or spread over the nodes of a Slurm job.
+
+The launcher starts, watches, restarts and stops a role in the same way wherever it is: on another node it is a child as
+well, the `srun` that carries it there.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trainer.cluster import ClusterConfig
+from trainer.config import RunConfig
+
+from .gpus import place, visible_gpus
+from .processes import Role
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one process runs. prefix: the words before its command that take it there; none on this machine. python: the
+    interpreter there. gpus: by the names that CUDA_VISIBLE_DEVICES takes. host: the address of that machine, for its
+    metrics."""
+
+    host: str
+    gpus: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()
+    python: str = sys.executable
+
+    def role(self, name: str, command: list[str], environment: dict[str, str]) -> Role:
+        """command: what comes after the interpreter."""
+        if self.gpus:
+            environment = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        if not self.prefix:
+            return Role(name, [self.python, *command], environment)
+        # Slurm sets CUDA_VISIBLE_DEVICES in each step anew, hence inside of it.
+        variables = [f"{key}={value}" for key, value in environment.items()]
+        return Role(name, [*self.prefix, "env", *variables, self.python, *command], elsewhere=True)
+
+
+class Places(Protocol):
+    """host: the address of this machine, at which the run's servers are reached. nodes: how many have trainer ranks."""
+
+    host: str
+    nodes: int
+
+    def check(self) -> None:
+        """Raises UserError when there is not room for all."""
+
+    def producer(self, i: int) -> Seat: ...
+
+    def capture(self, i: int) -> Seat: ...
+
+    def trainer(self) -> Seat: ...
+
+
+@dataclass
+class Here:
+    """Everything on this machine."""
+
+    cluster: ClusterConfig
+    host: str
+    nodes: int = 1
+    gpus: list[str] = field(default_factory=visible_gpus)
+
+    def check(self) -> None:
+        place(self.gpus, self.cluster.ranks, self.cluster.producers)
+
+    def producer(self, i: int) -> Seat:
+        _, devices = place(self.gpus, self.cluster.ranks, self.cluster.producers)
+        return Seat(self.host, tuple(devices[i : i + 1]))
+
+    def capture(self, i: int) -> Seat:
+        """Nobody else runs yet: all GPUs are there to be shared out."""
+        return Seat(self.host, (self.gpus[i % len(self.gpus)],) if self.gpus else ())
+
+    def trainer(self) -> Seat:
+        devices, _ = place(self.gpus, self.cluster.ranks, self.cluster.producers)
+        return Seat(self.host, tuple(devices))
+
+
+def find_places(config: RunConfig) -> Places:
+    """Raises UserError for cluster.launcher=slurm outside of a Slurm job."""
+    if config.cluster.launcher == "slurm":
+        from .slurm.nodes import nodes_of_this_job
+
+        return nodes_of_this_job(config)
+    return Here(config.cluster, config.cluster.host)
