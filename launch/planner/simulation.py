@@ -25,7 +25,7 @@ def simulate(scenario: Scenario, *, skipped: int = 1) -> Result:
     world.env.process(trainer(world))
     world.env.process(killer(world, producers))
     world.env.run(until=world.finished | world.env.timeout(scenario.max_seconds))
-    return counted.result(min(skipped, scenario.steps - 1))
+    return counted.result(min(skipped, (scenario.stop_after or scenario.steps) - 1))
 
 
 class _Counted:

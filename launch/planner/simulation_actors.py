@@ -190,7 +190,7 @@ class Rank:
                 if self.rank == 0:
                     world.history.append((waited, taken))
                     world.stepped.fire()
-                    if step + 1 == scenario.steps:
+                    if step + 1 == (scenario.stop_after or scenario.steps):
                         world.finished.succeed()
                 if scenario.checkpoint_every and (step + 1) % scenario.checkpoint_every == 0:
                     yield world.env.timeout(scenario.checkpoint)

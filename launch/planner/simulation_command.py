@@ -61,7 +61,8 @@ def scenario_of(job: Job, *, steps: int, **more) -> Scenario:
     return Scenario(
         ranks=ranks,
         producers=producers,
-        steps=steps + SKIPPED,
+        steps=steps + SKIPPED + config.source.prefetch,  # the last packs are wanted before the last steps
+        stop_after=steps + SKIPPED,
         packs_per_rank=packs,
         tokens=round(job.work.tokens),
         pack_bytes=job.pack_bytes,

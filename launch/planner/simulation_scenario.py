@@ -46,12 +46,12 @@ class Scenario:
 
     compute: of a producer for one pack, the transfer excepted. step: of a rank for one pack (forward and backward).
     sync: of a step, for all ranks together (reductions, optimizer). checkpoint: for which a save holds all ranks up.
-    producer_nic: of `producers_per_nic` producers together; rank_nic: likewise. latency: one way. window_bytes: 0: no
+    producer_nic: of `producers_per_nic` producers together; rank_nic: likewise. latency: one way. window_bytes: 0 for no
     bound.
     producer_mtbf: of one producer, rank_mtbf: of one rank; 0: none dies. kills: (second, producer) of deaths beside these.
     ledgers: as many shards, each with its share of ranks, producers and window. poll_seconds: after which a caller that
-    waits asks again. producer_restart, trainer_restart: until they
-    serve again. flow_rate: of one transfer, whatever the links would let through.
+    waits asks again. producer_restart, trainer_restart: until they serve again. flow_rate: of one transfer, whatever the
+    links would let through. stop_after: steps that are simulated, of a run that is longer; 0: all.
     """
 
     ranks: int
@@ -82,6 +82,7 @@ class Scenario:
     kills: tuple[tuple[float, int], ...] = ()
     ledgers: int = 1
     poll_seconds: float = MAX_WAIT_SECONDS
+    stop_after: int = 0
     max_seconds: float = 1e6  # of simulated time, for a run that would not end
     seed: int = 0
     costs: Costs = field(default_factory=Costs)

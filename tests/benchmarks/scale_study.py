@@ -89,7 +89,9 @@ def one_storm(lease_seconds: int, pause: float) -> Result:
     recipe, volume, packs = TARGETS[_STORMY]
     calm = scenario(recipe, volume, 8, packs, f"source.lease_seconds={lease_seconds}", "cluster.producers=8")
     mtbf = 8 * pause if pause < math.inf else 0.0
-    stormy = dataclasses.replace(calm, steps=1200, producer_mtbf=mtbf, producer_restart=30.0, max_attempts=100)
+    stormy = dataclasses.replace(
+        calm, steps=1200, stop_after=0, producer_mtbf=mtbf, producer_restart=30.0, max_attempts=100
+    )
     return simulate(stormy, skipped=SKIPPED)
 
 
@@ -103,11 +105,13 @@ def failures(pool: Executor) -> dict[str, dict[float, Result]]:
 def plot_throughput(found: dict[str, dict[str, dict[int, Result]]], path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     for axes, (name, by_variant) in zip(figure.subplots(1, len(found)), found.items()):
+        top = 0.0
         for variant, results in by_variant.items():
             rates = [result.tokens_per_second / ranks for ranks, result in results.items()]
+            top = max(top, *rates)
             axes.plot(list(results), rates, marker="o", markersize=3, label=variant)
         axes.set(xscale="log", xlabel=f"trainer ranks (producers: {PRODUCERS_PER_RANK} × as many)", title=name)
-        axes.set(ylabel="tokens/s of a rank", ylim=(0, None))
+        axes.set(ylabel="tokens/s of a rank", ylim=(0, 1.15 * top))
         axes.set_xticks(list(results), [f"{ranks:,}" for ranks in results], minor=False)
         axes.minorticks_off()
         axes.legend(fontsize=8)

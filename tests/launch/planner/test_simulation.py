@@ -48,6 +48,12 @@ def test_what_was_done_since_the_last_checkpoint_is_done_again():
     assert [sorted(step) for step in seldom.trained] == [list(range(8 * s, 8 * s + 8)) for s in range(60)]
 
 
+def test_the_beginning_of_a_run_is_the_same_however_long_it_is():
+    """At its end nothing is wanted any more, and stations stand idle: rates are taken before."""
+    whole, part = simulate(MISFORTUNE), simulate(changed(MISFORTUNE, stop_after=30))
+    assert part.steps == 30 and part.trained == whole.trained[:30]
+
+
 def test_the_seed_decides_everything():
     once, again = simulate(MISFORTUNE), simulate(MISFORTUNE)
     other = simulate(changed(MISFORTUNE, seed=1))
