@@ -32,7 +32,7 @@ STORE_RATE = Assumption(
     "SpecForge, examples/disagg/PERF_FINDINGS.md: a put over RDMA; over loopback TCP here 1 to 2 GB/s a get",
 )
 LEDGER_RATE = Assumption(
-    "requests a second that one ledger answers", 2000.0, "measured here (docs/scale.md, “What breaks first”)"
+    "requests a second that one ledger answers", 7500.0, "measured here (docs/scale.md, “What breaks first”)"
 )
 LINK_SHARE = Assumption(
     "share of a link's stated rate that transfers reach", 0.8, "a convention: protocol overhead and uneven load"

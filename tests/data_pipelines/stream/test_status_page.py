@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from base64 import b64encode
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import httpx
 import pytest
@@ -14,7 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from data_pipelines.stores.config import StoreConfig
-from data_pipelines.stream.wants import Want, pack_ids
+from data_pipelines.stream.wants import pack_ids
 
 from .conftest import TOKEN, LedgerProcess, wait_until
 
@@ -98,8 +98,9 @@ class Parties:
         return answer.json()
 
     def want(self, *indices: int) -> None:
-        wants = [Want(self.session, i, f"pack{i}", "f", 50_000_000, pack_ids([1, 2, 3]), [3]) for i in indices]
-        self.post("/want", wants=[asdict(want) for want in wants])
+        about = {"session": self.session, "features": "f", "bytes": 50_000_000, "lengths": [3]}
+        ids = b64encode(pack_ids([1, 2, 3])).decode()
+        self.post("/want", wants=[{**about, "index": i, "pack": f"pack{i}", "input_ids": ids} for i in indices])
 
     def lease(self, producer: str) -> dict:
         who = {"host": "node-b", "pid": 77, "capacity": 0, "compute_seconds": 3.0, "idle_seconds": 1.0}

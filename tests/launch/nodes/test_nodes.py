@@ -19,6 +19,7 @@ from tests.trainer.running import RECIPE, metrics, result, train
 from ..runs import steps
 from .cluster import Cluster, Role, ranks
 
+pytestmark = pytest.mark.cluster
 RATE, DELAY = 12.5e6, 0.005
 STEPS, BATCH = 20, 4
 RUN = [*RECIPE, "epochs=9", f"max_steps={STEPS}", "checkpoint.keep=9", "evaluate=none", "source.prefetch=2"]

@@ -22,6 +22,7 @@ from launch.cli import main
 from ..runs import read_summary, steps
 from . import site
 
+pytestmark = pytest.mark.cluster
 SMALL = ["max_steps=8", "checkpoint.every=3", "cluster.ranks=2", "cluster.producers=1", "evaluate=none"]
 NODES = [
     "cluster.slurm.gpus_per_node=0",
