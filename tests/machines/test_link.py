@@ -86,7 +86,7 @@ def test_nothing_passes_while_it_is_cut_and_what_was_lost_is_sent_again(laid) ->
 def test_a_machine_is_lost_with_all_that_runs_on_it(tmp_path) -> None:
     need_machines()
     machine = Machine("node-c", "10.0.0.3", tmp_path)
-    process = subprocess.Popen(machine.inside("sh", "-c", "echo up; sleep 600"), stdout=subprocess.PIPE)
+    process = subprocess.Popen(machine.inside("sh", "-c", "sleep 600 & echo up; wait"), stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"up\n" and len(machine.processes("sleep")) == 2
     machine.lose()
     assert process.wait(30) != 0
