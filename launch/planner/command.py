@@ -18,18 +18,17 @@ _UNNAMED = "data that are not here"
 
 
 def command(arguments: argparse.Namespace) -> None:
-    plan = plan_recipe(
-        arguments.recipe,
-        arguments.overrides,
-        samples=arguments.samples,
-        tokens=arguments.tokens,
-        mean_tokens=arguments.mean_tokens,
-        supervised=arguments.supervised,
-    )
+    plan = make_plan(*read_asked(arguments))
     if arguments.json:
         print(json.dumps(asdict(plan), indent=2))
     else:
         print_plan(plan)
+
+
+def read_asked(arguments: argparse.Namespace) -> tuple[RunConfig, Volume]:
+    """What a command line says, see `read_recipe`."""
+    volume = ("samples", "tokens", "mean_tokens", "supervised")
+    return read_recipe(arguments.recipe, arguments.overrides, **{key: getattr(arguments, key) for key in volume})
 
 
 def plan_recipe(recipe: str, overrides: list[str], **volume: float | None) -> Plan:

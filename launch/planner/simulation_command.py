@@ -8,7 +8,7 @@ import json
 from data_pipelines.errors import UserError
 
 from . import hardware as machines
-from .command import read_recipe
+from .command import read_asked
 from .job import WINDOW_SHARE, Job, make_job
 from .simulation import simulate
 from .simulation_parts import Spread
@@ -20,16 +20,8 @@ _HOUR = 3600.0
 
 
 def command(arguments: argparse.Namespace) -> None:
-    config, volume = read_recipe(
-        arguments.recipe,
-        arguments.overrides,
-        samples=arguments.samples,
-        tokens=arguments.tokens,
-        mean_tokens=arguments.mean_tokens,
-        supervised=arguments.supervised,
-    )
     scenario = scenario_of(
-        make_job(config, volume),
+        make_job(*read_asked(arguments)),
         steps=arguments.steps,
         ledgers=arguments.ledgers,
         producer_mtbf=arguments.producer_mtbf * _HOUR,
