@@ -136,12 +136,13 @@ class Watch:
         return {n: heard for n, heard in found.items() if heard.surely > child.started}
 
     def _stuck_while_loading(self, child: Child, process: subprocess.Popen, now: float) -> str:
-        """Of a producer, or of ranks, that have not been heard of yet: whether they no longer use the processor.
+        """Of whoever has not been heard of yet: whether it no longer uses the processor.
 
-        torchrun itself does not count, since it looks after its ranks all the time. Of another machine's processor
-        nothing is known: who loads there is given the time that it takes.
+        torchrun itself does not count, since it looks after its ranks all the time. Producers and ranks that find no
+        ledger wait for it. Of another machine's processor nothing is known: who loads there is given the time that it
+        takes.
         """
-        if child.role.server or child.role.elsewhere:
+        if child.role.elsewhere:
             return ""
         is_trainer, heard = child is self._crew.trainer, self._of(child)
         if len(heard) >= (self._world_size if is_trainer else 1):
@@ -154,7 +155,7 @@ class Watch:
         if abs(used - before) >= _CPU_OF_LIFE:
             self._loading[process.pid] = (now, used)
             return ""
-        idle = now - max(since, self._awake_since)
+        idle = now - max(since, self._awake_since, 0.0 if child.role.server else self._ears_since)
         return f"it had not begun and did nothing for {idle:.0f} s" if idle > self._patience else ""
 
     def _listen(self, snapshot: dict[str, Any] | None, asked: float, now: float) -> None:

@@ -156,6 +156,16 @@ def test_servers_that_do_not_answer(world: World) -> None:
     assert world.pass_time(11) == ["ledger: it was silent for 11 s"]
 
 
+def test_a_server_that_stops_before_its_first_answer(world: World) -> None:
+    """Those who find no ledger wait for it, and do nothing: they are not to blame."""
+    world.instance, world.master_answers, world.busy = None, False, False
+    assert world.pass_time(11) == []
+    assert world.pass_time(1) == [
+        "mooncake: it had not begun and did nothing for 11 s",
+        "ledger: it had not begun and did nothing for 11 s",
+    ]
+
+
 def test_while_the_ledger_is_away_only_it_is_accused_and_a_new_one_knows_nobody(world: World) -> None:
     world.pass_time(5, "producer", "rank")
     world.instance = None
