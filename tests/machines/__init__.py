@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -81,6 +81,11 @@ class Machine:
         self._holder.wait()
         for pipe in (self._holder.stdin, self._holder.stdout):
             pipe.close()
+        # nsenter stops itself when what it carries is stopped, and then does not see it end.
+        for process in psutil.process_iter(["cmdline"]):
+            if (process.info["cmdline"] or [])[:3] == self.inside()[:3]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 class Link:
