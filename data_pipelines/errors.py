@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """Something that the person who started the program can put right.
@@ -20,6 +23,18 @@ class UserError(Exception):
         if self.fix:
             lines.append(f"  fix:   {self.fix}")
         return "\n".join(lines)
+
+
+def did_you_mean(name: str, options: Iterable[str]) -> str | None:
+    found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
+    return f"did you mean {found[0]}?" if found else None
+
+
+def check_choice(key: str, value: str, options: Iterable[str]) -> None:
+    """Raises UserError, with the nearest right name, unless `value` is one of `options`."""
+    options = tuple(options)
+    if value not in options:
+        raise UserError(f"{key}={value} is not one of {', '.join(options)}", fix=did_you_mean(value, options))
 
 
 class FeatureError(Exception):

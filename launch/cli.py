@@ -7,14 +7,13 @@ right (`error: …`); 75 stopped from outside after a checkpoint; 130 interrupte
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from data_pipelines.errors import UserError
+from data_pipelines.errors import UserError, did_you_mean
 
 from .processes import Terminated
 
@@ -162,7 +161,7 @@ COMMANDS = {
     "simulate": Command(
         "a plan's run as a simulation, with queues and failures",
         _simulate_arguments,
-        "launch.planner.simulation_command:command",
+        "launch.planner.simulation.command:command",
     ),
     "bench-node": Command("measure this machine for plans", _bench_node_arguments, "launch.planner.bench_node:command"),
     "status": Command("how a run stands, now", _status_arguments, "launch.status:command"),
@@ -219,8 +218,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"one of: {', '.join(COMMANDS)}"
+        fix = did_you_mean(name, COMMANDS) or f"one of: {', '.join(COMMANDS)}"
         raise UserError(f"there is no command '{name}'", fix=fix)
     command = COMMANDS[name]
     parser = _Parser(prog=f"draftsmith {name}", description=command.help)

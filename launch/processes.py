@@ -7,24 +7,23 @@ of memory): nobody is left then to wait for, and what is on disk is whole at any
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from data_pipelines.errors import UserError
+from data_pipelines.orphans import end_with
 
 from .failures import Ending, ending, failure
 
 HEALTHY_SECONDS = 600.0  # a child that ran for as long has put its earlier troubles behind it
-_PR_SET_PDEATHSIG = 1
 
 
 class Stopped(KeyboardInterrupt):
@@ -76,7 +75,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **self.role.env},
                 start_new_session=True,
-                preexec_fn=_die_with_launcher,
+                preexec_fn=partial(end_with, os.getpid()),
             )
 
     @property
@@ -215,20 +214,6 @@ def claim_port(key: str, host: str, port: int) -> int:
                 fix=f"stop what listens there, or set {key}=0 for any free port",
             ) from error
     return port
-
-
-def _load_prctl():
-    if not sys.platform.startswith("linux"):
-        return None
-    return ctypes.CDLL(None, use_errno=True).prctl
-
-
-_prctl = _load_prctl()  # loaded before any fork: the child does as little as possible between fork and exec
-
-
-def _die_with_launcher() -> None:
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def descendants(root: int) -> list[tuple[int, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from data_pipelines.errors import UserError
+from data_pipelines.errors import UserError, check_choice
 
 
 @dataclass
@@ -131,8 +131,7 @@ class ClusterConfig:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        if self.launcher not in ("local", "slurm"):
-            raise UserError(f"cluster.launcher={self.launcher} is not one of local, slurm")
+        check_choice("cluster.launcher", self.launcher, ("local", "slurm"))
         if bool(self.tls_cert) != bool(self.tls_key):
             raise UserError(
                 "cluster.tls_cert and cluster.tls_key belong together", fix="give both, or neither for plain http"

@@ -24,7 +24,7 @@ import conf
 import recipes
 from data_pipelines.conversations.config import DataConfig
 from data_pipelines.engines.targets import TargetConfig
-from data_pipelines.errors import UserError
+from data_pipelines.errors import UserError, check_choice
 from data_pipelines.stores.config import StoreConfig
 from data_pipelines.stream.config import SourceConfig
 
@@ -63,7 +63,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        choose("resume", self.resume, ("auto", "never"), or_path=True)
+        if "/" not in self.resume:  # a checkpoint's path
+            check_choice("resume", self.resume, ("auto", "never"))
         if not self.run_dir.strip():
             raise UserError("run_dir is empty", fix="run_dir=outputs/<name>, or leave it out")
         for key in ("epochs", "global_batch"):
@@ -94,13 +95,6 @@ class RunConfig:
     @property
     def draft_config(self) -> DrafterConfig:
         return self.drafter
-
-
-def choose(key: str, value: str, options: tuple[str, ...], *, or_path: bool = False) -> None:
-    """Raises UserError, with the nearest right name, unless `value` is one of `options`."""
-    if value in options or (or_path and "/" in value):
-        return
-    raise UserError(f"{key}={value} is not one of {', '.join(options)}", fix=_nearest(value, options))
 
 
 _SCHEMAS = {

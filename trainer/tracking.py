@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipelines.errors import UserError
+from data_pipelines.errors import check_choice
 
 
 @dataclass
@@ -19,10 +19,8 @@ class TrackerConfig:
     mode: str = "offline"
 
     def __post_init__(self) -> None:
-        if self.name not in ("none", "wandb"):
-            raise UserError(f"tracker.name={self.name} is not one of none, wandb")
-        if self.mode not in ("online", "offline"):
-            raise UserError(f"tracker.mode={self.mode} is not one of online, offline")
+        check_choice("tracker.name", self.name, ("none", "wandb"))
+        check_choice("tracker.mode", self.mode, ("online", "offline"))
 
 
 class Tracker:

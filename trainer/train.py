@@ -9,7 +9,6 @@ right, 75 asked to stop (SIGTERM, SIGUSR1) with all that was done in a checkpoin
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import logging
 import os
@@ -29,12 +28,14 @@ from data_pipelines.engines import build_engine, resolve_dtype
 from data_pipelines.errors import UserError
 from data_pipelines.logs import configure_logging
 from data_pipelines.network import own_address
+from data_pipelines.orphans import end_with
 from data_pipelines.stream import quarantine
 from data_pipelines.stream.client import LedgerClient
 from data_pipelines.stream.consumer import Prefetcher
 from data_pipelines.stream.messages import read_token
 from data_pipelines.stream.sources import Source, build_source
 
+from . import STARTED_BY
 from .checkpoint import Checkpointer, agree_on_checkpoint, load_checkpoint
 from .config import RunConfig, load_config, read_config, save_config
 from .loop import PREEMPTED, Trainer
@@ -124,7 +125,8 @@ def watched(config: RunConfig, world: World, progress: Progress, source: Source 
 
 
 def main(argv: list[str] | None = None) -> int:
-    end_with_parent()
+    if torch.distributed.is_torchelastic_launched():
+        end_with(STARTED_BY)
     config = _parse(sys.argv[1:] if argv is None else argv)
     configure_logging(f"rank-{os.environ.get('RANK', 0)}")
     with process_group(config.parallel.timeout_seconds) as world:
@@ -149,15 +151,6 @@ def tell_torchrun(message: str) -> None:
     """torchrun ends with the message of the rank that failed first, below the traceback of its own."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(file).write_text(json.dumps({"message": message, "timestamp": str(int(time.time()))}))
-
-
-def end_with_parent() -> None:
-    """Ranks must not outlive their torchrun, even when that is killed outright (Linux only).
-
-    SIGKILL, because a rank that is only asked to stop may wait for a pack that nobody will send any more.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..errors import UserError
+from ..errors import UserError, check_choice
 from .shapes import check_format
 
 
@@ -40,8 +40,7 @@ class RegenerateConfig:
     repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in ("never", "always", "sample"):
-            raise UserError(f"data.regenerate.mode={self.mode} is not one of never, always, sample")
+        check_choice("data.regenerate.mode", self.mode, ("never", "always", "sample"))
         if self.server and not self.server.startswith(("http://", "https://")):
             raise UserError(f"data.regenerate.server={self.server} is not an address", fix="http://host:port/v1")
         if self.concurrency < 1 or self.max_attempts < 1:
@@ -82,8 +81,7 @@ class DataConfig:
                 fix="data.path=<conversations>.jsonl, data.path=hf:<dataset id>, or data=prompts for generated prompts",
             )
         check_format(self.format, self.pair)
-        if self.too_long not in ("clip", "split", "quarantine"):
-            raise UserError(f"data.too_long={self.too_long} is not one of clip, split, quarantine")
+        check_choice("data.too_long", self.too_long, ("clip", "split", "quarantine"))
         if not 0 <= self.max_quarantined_fraction <= 1:
             raise UserError(f"data.max_quarantined_fraction={self.max_quarantined_fraction} is not from 0 to 1")
         for key in ("workers", "max_rows"):
@@ -91,10 +89,8 @@ class DataConfig:
                 raise UserError(f"data.{key}={getattr(self, key)} is less than 0")
         if self.max_document_tokens < 2:
             raise UserError(f"data.max_document_tokens={self.max_document_tokens}: a document has 2 tokens at least")
-        if self.train_on not in ("all", "last"):
-            raise UserError(f"data.train_on={self.train_on} is not one of all, last")
-        if self.reasoning not in ("train", "context", "drop"):
-            raise UserError(f"data.reasoning={self.reasoning} is not one of train, context, drop")
+        check_choice("data.train_on", self.train_on, ("all", "last"))
+        check_choice("data.reasoning", self.reasoning, ("train", "context", "drop"))
         roles = ("assistant", "user", "system", "developer", "tool")
         if not self.roles or not set(self.roles) <= set(roles):
             raise UserError(f"data.roles={list(self.roles)} is not a choice of {', '.join(roles)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import UserError
+from ..errors import UserError, check_choice
 from .messages import Conversation, read_conversation
 from .prompts import generate_prompts
 from .quarantine import Unrenderable
@@ -35,7 +35,7 @@ def open_source(path: str, max_rows: int = 0, seed: int = 0, streaming: bool = F
     if path == "builtin:demo":
         return Files([(DEMO, path)])
     if path.startswith("builtin:"):
-        raise UserError(f"data.path={path} is not one of builtin:prompts, builtin:eval, builtin:demo")
+        check_choice("data.path", path, ("builtin:prompts", "builtin:eval", "builtin:demo"))
     if path.startswith("hf:"):
         return open_dataset(path.removeprefix("hf:"), max_rows, streaming)
     if is_saved_dataset(Path(path).expanduser()):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, check_choice
 from .quarantine import Unrenderable
 from .traffic import exchange, is_traffic
 
@@ -45,8 +45,7 @@ _BELOW, _SYSTEM = {"instruction": ("input", "context")}, ("system", "system_prom
 
 def check_format(name: str, pair: str) -> None:
     """Raises UserError unless they are values of data.format and data.pair."""
-    if name not in ("auto", *SHAPES):
-        raise UserError(f"data.format={name} is not one of auto, {', '.join(SHAPES)}")
+    check_choice("data.format", name, ("auto", *SHAPES))
     if pair and (len(keys := pair.split("/")) != 2 or not all(keys)):
         raise UserError(f"data.pair={pair} is not two keys", fix="data.pair=<key of the prompt>/<key of the answer>")
     if pair and name not in ("auto", "pairs"):

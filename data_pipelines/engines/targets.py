@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from ..caches import build_once, user_cache
-from ..errors import UserError
+from ..errors import UserError, check_choice
 from .anatomy import text_config
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -34,10 +34,8 @@ class TargetConfig:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("hf", "smollm2_135m", "tiny"):
-            raise UserError(f"target.kind={self.kind} is not one of hf, smollm2_135m, tiny")
-        if self.dtype not in ("auto", "bfloat16", "float32"):
-            raise UserError(f"target.dtype={self.dtype} is not one of auto, bfloat16, float32")
+        check_choice("target.kind", self.kind, ("hf", "smollm2_135m", "tiny"))
+        check_choice("target.dtype", self.dtype, ("auto", "bfloat16", "float32"))
         if self.kind == "hf" and not self.path:
             raise UserError("target=hf needs a model", fix="add target.path=<hub id or directory>")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import UserError
+from ..errors import UserError, check_choice
 
 
 @dataclass
@@ -25,8 +25,7 @@ class StoreConfig:
     path: str = ""  # filesystem: the shared folder
 
     def __post_init__(self) -> None:
-        if self.name not in ("mooncake", "filesystem", "memory"):
-            raise UserError(f"store.name={self.name} is not one of mooncake, filesystem, memory")
+        check_choice("store.name", self.name, ("mooncake", "filesystem", "memory"))
         for key in ("segment_bytes", "buffer_bytes", "transfer_timeout_seconds"):
             if getattr(self, key) < 1:
                 raise UserError(f"store.{key}={getattr(self, key)}; it must be at least 1")

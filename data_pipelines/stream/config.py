@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import UserError
+from ..errors import UserError, check_choice
 
 
 @dataclass
@@ -32,10 +32,8 @@ class SourceConfig:
     patience_seconds: float = 300.0  # without any progress of the stream, before the run stops
 
     def __post_init__(self) -> None:
-        if self.name not in ("stream", "hybrid", "offline", "colocated"):
-            raise UserError(f"source.name={self.name} is not one of stream, hybrid, offline, colocated")
-        if self.on_poison not in ("stop", "quarantine"):
-            raise UserError(f"source.on_poison={self.on_poison} is neither stop nor quarantine")
+        check_choice("source.name", self.name, ("stream", "hybrid", "offline", "colocated"))
+        check_choice("source.on_poison", self.on_poison, ("stop", "quarantine"))
         for key, least in {"prefetch": 1, "max_attempts": 1, "window_bytes": 0, "max_quarantined": 0}.items():
             if getattr(self, key) < least:
                 raise UserError(f"source.{key}={getattr(self, key)}; it must be at least {least}")

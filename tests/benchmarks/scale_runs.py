@@ -36,8 +36,8 @@ from data_pipelines.stream.consumer import Prefetcher
 from data_pipelines.stream.messages import producer_config
 from data_pipelines.stream.sources import StreamSource
 from launch.planner.simulation import simulate
-from launch.planner.simulation_parts import Spread
-from launch.planner.simulation_scenario import CALLS, Costs, Scenario
+from launch.planner.simulation.parts import Spread
+from launch.planner.simulation.scenario import CALLS, Costs, Scenario
 
 from .processes import Master, Processes, markdown
 from .ready_made import ReadyMade

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.scale_study [--out docs] [--most 1024]
 
 Writes <out>/scale_throughput.png, scale_load.png and scale_failures.png, and prints the same as markdown. Nothing is measured
-here: service times are those of `simulation_scenario.Costs`, seconds of a forward and a step those of `draftsmith plan`.
+here: service times are those of `simulation.scenario.Costs`, seconds of a forward and a step those of `draftsmith plan`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 from launch.planner.command import read_recipe
 from launch.planner.job import make_job
 from launch.planner.simulation import simulate
-from launch.planner.simulation_command import SKIPPED, scenario_of
-from launch.planner.simulation_scenario import Costs, Result, Scenario
+from launch.planner.simulation.command import SKIPPED, scenario_of
+from launch.planner.simulation.scenario import Costs, Result, Scenario
 
 from .processes import markdown
 

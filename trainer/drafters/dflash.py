@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from data_pipelines.errors import UserError
+from data_pipelines.errors import UserError, check_choice
 
 from ..batch import Batch
 from ..losses import CHUNK_ELEMENTS, Judged, upcast
@@ -64,9 +64,8 @@ class DFlashConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, options in (("slots", tuple(SLOTS)), ("weighting", WEIGHTINGS)):
-            if getattr(self, key) not in options:
-                raise UserError(f"drafter.{key}={getattr(self, key)} is not one of {', '.join(options)}")
+        for key, options in (("slots", SLOTS), ("weighting", WEIGHTINGS)):
+            check_choice(f"drafter.{key}", getattr(self, key), options)
         for key in ("num_layers", "anchors", "sliding_window"):
             if getattr(self, key) < 1:
                 raise UserError(f"drafter.{key}={getattr(self, key)}; it must be at least 1")

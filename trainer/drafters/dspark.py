@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data_pipelines.errors import UserError
+from data_pipelines.errors import UserError, check_choice
 
 from ..losses import Judged, upcast
 from ..target import FrozenTarget
@@ -47,8 +47,7 @@ class DSparkConfig(DFlashConfig):
         super().__post_init__()
         if self.slots != "anchor_predicts":
             raise UserError(f"drafter.slots={self.slots}", fix="DSpark drafts from the anchor on: anchor_predicts")
-        if self.markov_head not in HEADS:
-            raise UserError(f"drafter.markov_head={self.markov_head} is not one of {', '.join(HEADS)}")
+        check_choice("drafter.markov_head", self.markov_head, HEADS)
         if self.markov_rank < 0:
             raise UserError(f"drafter.markov_rank={self.markov_rank}; it must be at least 0")
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from data_pipelines.engines import Target
-from data_pipelines.errors import UserError
+from data_pipelines.errors import UserError, check_choice
 
 from ..batch import Batch
 from ..target import FrozenTarget
@@ -68,8 +68,7 @@ class MTPConfig(DrafterConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for key, options in _CHOICES.items():
-            if getattr(self, key) not in options:
-                raise UserError(f"drafter.{key}={getattr(self, key)} is not one of {', '.join(options)}")
+            check_choice(f"drafter.{key}", getattr(self, key), options)
         if self.steps < 1:
             raise UserError(f"drafter.steps={self.steps}; it must be at least 1")
 

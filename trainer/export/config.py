@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_pipelines.errors import UserError
+from data_pipelines.errors import check_choice
 
 
 @dataclass
@@ -20,5 +20,4 @@ class ExportConfig:
     verifier: str = ""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("bfloat16", "float16", "float32"):
-            raise UserError(f"export.dtype={self.dtype} is not one of bfloat16, float16, float32")
+        check_choice("export.dtype", self.dtype, ("bfloat16", "float16", "float32"))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
-from data_pipelines.errors import UserError
+from data_pipelines.errors import UserError, check_choice
 
 MODES = ("fsdp2", "hsdp", "ddp", "deepspeed")
 COMPUTE_DTYPES = ("auto", "bfloat16", "float32")
@@ -36,13 +35,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for key, options in (("name", MODES), ("compute_dtype", COMPUTE_DTYPES)):
-            value = getattr(self, key)
-            if value not in options:
-                near = difflib.get_close_matches(value, options, n=1)
-                raise UserError(
-                    f"parallel.{key}={value} is not one of {', '.join(options)}",
-                    fix=f"did you mean {near[0]}?" if near else None,
-                )
+            check_choice(f"parallel.{key}", getattr(self, key), options)
         if self.timeout_seconds <= 0:
             raise UserError(f"parallel.timeout_seconds={self.timeout_seconds:g}; it must be more than 0")
         if self.context < 1:

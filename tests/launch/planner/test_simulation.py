@@ -10,8 +10,8 @@ import simpy
 
 from data_pipelines.errors import UserError
 from launch.planner.simulation import simulate
-from launch.planner.simulation_parts import Barrier, Network, Nic, Servers, Spread
-from launch.planner.simulation_scenario import CALLS, Costs, Scenario
+from launch.planner.simulation.parts import Barrier, Network, Nic, Servers, Spread
+from launch.planner.simulation.scenario import CALLS, Costs, Scenario
 
 FREE = Costs(
     ledger=dict.fromkeys(CALLS, 0.0), ledger_token=0.0, wake=0.0, caller=0.0, master=0.0, put=0.0, get=0.0, remove=0.0,

@@ -11,7 +11,7 @@ from launch.cli import main
 from launch.planner.command import read_recipe
 from launch.planner.job import make_job
 from launch.planner.simulation import simulate
-from launch.planner.simulation_command import scenario_of
+from launch.planner.simulation.command import scenario_of
 
 RECIPE, VOLUME = "llama31_8b_eagle3", {"samples": 120e3, "mean_tokens": 1000.0}
 

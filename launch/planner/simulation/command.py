@@ -7,12 +7,12 @@ import json
 
 from data_pipelines.errors import UserError
 
-from . import hardware as machines
-from .command import read_asked
-from .job import WINDOW_SHARE, Job, make_job
-from .simulation import simulate
-from .simulation_parts import Spread
-from .simulation_scenario import Costs, Result, Scenario
+from .. import hardware as machines
+from ..command import read_asked
+from ..job import WINDOW_SHARE, Job, make_job
+from . import simulate
+from .parts import Spread
+from .scenario import Costs, Result, Scenario
 
 COMPUTE_SPREAD = 0.1  # standard deviation of a forward, in means: packs are filled to different degrees. A guess
 SKIPPED = 4  # steps in which the pipeline fills

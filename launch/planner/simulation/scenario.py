@@ -9,7 +9,7 @@ from typing import Any
 from data_pipelines.errors import UserError
 from data_pipelines.stream.messages import MAX_WAIT_SECONDS
 
-from .simulation_parts import Spread
+from .parts import Spread
 
 # Seconds of the ledger's loop for a call, on one core of a busy AMD EPYC server; see docs/scale.md.
 LEDGER = {"want": 0.16e-3, "lease": 0.14e-3, "locate": 0.10e-3, "lost": 0.12e-3, "failed": 0.12e-3}

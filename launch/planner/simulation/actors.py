@@ -12,8 +12,8 @@ from data_pipelines.errors import UserError
 from data_pipelines.stream.messages import About
 from data_pipelines.stream.wants import FAILED, STORED, UNKNOWN, Want, object_key
 
-from .simulation_parts import Barrier, Signal
-from .simulation_world import FEATURES, Steps, World
+from .parts import Barrier, Signal
+from .world import FEATURES, Steps, World
 
 _RECONCILE_EVERY = 64  # stored packs, as in producer.py
 _WANTS_PER_REQUEST = 16  # as in client.py

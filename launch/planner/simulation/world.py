@@ -10,8 +10,8 @@ import simpy
 
 from data_pipelines.stream.ledger import Ledger
 
-from .simulation_parts import Barrier, Flow, Network, Nic, Servers, Signal, Sleepers, Tally
-from .simulation_scenario import Scenario
+from .parts import Barrier, Flow, Network, Nic, Servers, Signal, Sleepers, Tally
+from .scenario import Scenario
 
 FEATURES = "features"
 Steps = Iterator[simpy.Event]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from data_pipelines.errors import UserError
 
-from .simulation_actors import Producer, killer, trainer
-from .simulation_scenario import Result, Scenario
-from .simulation_world import Steps, World
+from .actors import Producer, killer, trainer
+from .scenario import Result, Scenario
+from .world import Steps, World
 
 
 def simulate(scenario: Scenario, *, skipped: int = 1) -> Result:
