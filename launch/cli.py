@@ -29,10 +29,14 @@ class Command:
     run: str
 
 
-def _recipe(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+_A_RECIPE = "a name (`draftsmith recipes` lists them) or a YAML file"
+
+
+def _recipe(parser: argparse.ArgumentParser, *, optional: bool = False, recipe: str = _A_RECIPE) -> None:
     number = {"nargs": "?"} if optional else {}
-    parser.add_argument("recipe", help="a name (`draftsmith recipes` lists them) or a YAML file", **number)
+    parser.add_argument("recipe", help=recipe, **number)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a value, such as optim.lr=1e-3")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="your own recipes and groups, such as cluster/site.yaml")
 
 
 def _finished_run(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +46,12 @@ def _finished_run(parser: argparse.ArgumentParser) -> None:
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
     _recipe(parser, optional=True)
-    _config_dir(parser)
     parser.add_argument("--config", metavar="FILE", help="instead of a recipe: a resolved config.yaml")
     parser.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
 
 
 def _slurm_arguments(parser: argparse.ArgumentParser) -> None:
     _recipe(parser)
-    _config_dir(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
 
 
@@ -74,10 +76,6 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _bench_node_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write what was measured, for cluster.hardware.device=FILE")
-
-
-def _config_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config-dir", metavar="FOLDER", help="your own recipes and groups, such as cluster/site.yaml")
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,8 +136,7 @@ def _ledger_address(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a recipe, to begin a run whose roles are started by hand; or a run's folder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as cluster.ledger_port=8700")
+    _recipe(parser, recipe="a recipe, to begin a run whose roles are started by hand; or a run's folder")
 
 
 def _capture_arguments(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ def regenerate(arguments: argparse.Namespace) -> None:
 
     from .data import regenerate_rows
 
-    config = load_config(arguments.recipe, arguments.overrides)
+    config = load_config(arguments.recipe, arguments.overrides, arguments.config_dir)
     out = Path(arguments.out or Path(config.run_dir) / "regenerated.jsonl")
     result = regenerate_rows(config, resolve_target(config.target), out)
     print(f"{out}: {result.rows} rows; {json.dumps(asdict(result))}")
@@ -61,7 +61,13 @@ def ledger(arguments: argparse.Namespace) -> None:
 
         from .training import begin_by_hand
 
-        path = begin_by_hand(load_config(arguments.recipe, arguments.overrides))
+        path = begin_by_hand(load_config(arguments.recipe, arguments.overrides, arguments.config_dir))
+    elif arguments.overrides:
+        raise UserError(
+            f"{arguments.recipe} has begun already: {' '.join(arguments.overrides)} would change nothing",
+            where=str(path),
+            fix="leave the overrides out, or begin anew with the recipe and run_dir=…",
+        )
     try:
         settings = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -107,15 +113,16 @@ def capture(arguments: argparse.Namespace) -> None:
     from trainer.config import load_config, read_config
     from trainer.setup import prepare_run
 
-    if bool(arguments.recipe) == bool(arguments.config):
+    if not arguments.recipe and not arguments.config:
         raise UserError("capture takes a recipe or --config", fix="draftsmith capture --help")
     shard, _, shards = arguments.shard.partition("/")
     if not (shard.isdigit() and shards.isdigit() and int(shard) < int(shards)):
         raise UserError(f"--shard {arguments.shard} is not I/N with I < N", fix="0/1 is all of them")
     if arguments.config:
-        config = read_config(Path(arguments.config), arguments.overrides)
+        # Beside --config, the first override stands where a recipe would.
+        config = read_config(Path(arguments.config), [*filter(None, [arguments.recipe]), *arguments.overrides])
     else:
-        config = load_config(arguments.recipe, arguments.overrides)
+        config = load_config(arguments.recipe, arguments.overrides, arguments.config_dir)
     setup = prepare_run(config)
     folder = Path(config.source.cache_dir or setup.run_dir / "features")
     configure_logging(f"capture-{shard}")

@@ -82,7 +82,7 @@ class Inspection:
 def command(arguments: argparse.Namespace) -> None:
     if arguments.rows < 1:
         raise UserError(f"--rows {arguments.rows} is less than 1")
-    config = load_config(arguments.recipe, arguments.overrides)
+    config = load_config(arguments.recipe, arguments.overrides, arguments.config_dir)
     found = examine(config, arguments.rows)
     print_inspection(found, Console(highlight=False, soft_wrap=True), quarantined=arguments.quarantined)
     if arguments.html:

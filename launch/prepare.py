@@ -19,7 +19,7 @@ _BAR = 40  # characters of the longest bar of the histogram
 
 
 def command(arguments: argparse.Namespace) -> None:
-    config = load_config(arguments.recipe, arguments.overrides)
+    config = load_config(arguments.recipe, arguments.overrides, arguments.config_dir)
     if arguments.json:
         print(json.dumps(data.counts(prepare_run(config)), indent=2))
         return

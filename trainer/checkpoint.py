@@ -32,7 +32,7 @@ FULL_DISK_BYTES = 16 * 1024**2
 
 @dataclass
 class CheckpointConfig:
-    """every: steps between checkpoints (one is always written at the end). keep: how many of the newest stay.
+    """every: steps between checkpoints; 0: only the one that is always written at the end. keep: how many of the newest stay.
     keep_every: those of every so many steps stay too, as milestones; 0: none."""
 
     every: int = 50
@@ -41,6 +41,8 @@ class CheckpointConfig:
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
+        if self.every < 0:
+            raise UserError(f"checkpoint.every={self.every}; 0 writes one at the end alone")
         if self.keep < 1:
             raise UserError(f"checkpoint.keep={self.keep}; at least the newest must stay")
         if self.keep_every < 0:
@@ -56,6 +58,13 @@ def saved_checkpoints(folder: Path) -> dict[int, Path]:
 def whole_checkpoints(folder: Path) -> list[Path]:
     """Those of a run that are whole, oldest first; reads all of them."""
     return [path for path in saved_checkpoints(folder).values() if _damage(path) is None]
+
+
+def forget_later_checkpoints(folder: Path, step: int) -> None:
+    """The run goes back to `step`: whoever starts again goes on from there."""
+    for later, path in saved_checkpoints(folder).items():
+        if later > step:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def newest_step(run_dir: Path) -> int:
@@ -223,7 +232,7 @@ def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any]) -> Pa
     """
     if resume == "never":
         return None
-    path, found = _newest_whole(folder) if resume == "auto" else _named(Path(resume))
+    path, found = _newest_whole(folder) if resume == "auto" else _named(Path(resume), folder)
     if path is None:
         return None
     saved = found.identity
@@ -258,7 +267,14 @@ def _newest_whole(folder: Path) -> tuple[Path, Seal] | tuple[None, None]:
     return None, None
 
 
-def _named(path: Path) -> tuple[Path, Seal]:
+def _named(path: Path, folder: Path) -> tuple[Path, Seal]:
+    if path.resolve().parent != folder.resolve():
+        raise UserError(
+            f"resume={path} is not a checkpoint of this run",
+            where=str(folder),
+            fix=f"name one of {', '.join(p.name for p in saved_checkpoints(folder).values()) or 'its own, once it has some'}"
+            ", or set run_dir to the run that it belongs to",
+        )
     try:
         return path, verify(path)
     except Broken as error:

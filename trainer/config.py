@@ -67,9 +67,9 @@ class RunConfig:
             check_choice("resume", self.resume, ("auto", "never"))
         if not self.run_dir.strip():
             raise UserError("run_dir is empty", fix="run_dir=outputs/<name>, or leave it out")
-        for key in ("epochs", "global_batch"):
-            if getattr(self, key) < 1:
-                raise UserError(f"{key} is {getattr(self, key)}; it must be at least 1")
+        for key, least in (("epochs", 1), ("global_batch", 1), ("max_steps", 0)):
+            if getattr(self, key) < least:
+                raise UserError(f"{key} is {getattr(self, key)}; it must be at least {least}")
         if isinstance(self.cluster, ClusterConfig) and isinstance(self.parallel, ParallelConfig):
             self.check_ranks(self.cluster.ranks)
         if isinstance(self.source, SourceConfig) and isinstance(self.parallel, ParallelConfig):
@@ -135,6 +135,8 @@ def load_config(recipe: str, overrides: list[str] | None = None, config_dir: str
     for override in overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"'{override}' is not an override", fix="write key=value, such as optim.lr=1e-3")
+    if config_dir and not Path(config_dir).is_dir():
+        raise UserError(f"--config-dir {config_dir} is not a folder")
     folder, name = _find_recipe(recipe, config_dir)
     own = [str(Path(config_dir).resolve())] if config_dir else []
     composed = _compose(folder, name, overrides, own)

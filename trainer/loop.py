@@ -10,7 +10,7 @@ import torch
 
 from data_pipelines.errors import UserError
 from data_pipelines.logs import fields
-from data_pipelines.stream.consumer import Prefetcher
+from data_pipelines.stream.consumer import GaveUp, Prefetcher
 
 from .batch import Batch
 from .checkpoint import Checkpointer
@@ -66,7 +66,7 @@ class Trainer:
             began, waited = time.monotonic(), packs.wait_seconds
             try:
                 batches, taken = self._take(packs)
-            except TimeoutError:
+            except GaveUp:
                 batches, taken = None, []
             targets = None if batches is None else [self.drafter.targets(batch, self.frozen) for batch in batches]
             weights, stopping, undone = self._weights(targets)
@@ -77,9 +77,11 @@ class Trainer:
             rate = learning_rate(self.setup.config.optim, step, total)
             norm = self.strategy.step(rate)
             if not math.isfinite(norm):
+                self.checkpointer.close()  # every rank is here: what is being written is not lost
+                packs_per_step = self.setup.config.global_batch
                 raise UserError(
                     f"step {step}: the gradient is not finite",
-                    where=f"packs {taken} of the plan",
+                    where=f"packs {step * packs_per_step}…{(step + 1) * packs_per_step - 1} of the plan",
                     fix="lower optim.lr; nothing of this step was applied, and the last checkpoint is whole",
                 )
             seconds = time.monotonic() - began
@@ -92,7 +94,7 @@ class Trainer:
         return True
 
     def _take(self, packs: Prefetcher | SharedPacks) -> tuple[list[Batch], list[int]]:
-        """Raises TimeoutError when it was asked to stop and no pack comes."""
+        """Raises GaveUp when it was asked to stop and no pack comes."""
         batches, taken = [], []
         for _ in range(self.packs_per_rank):
             index, pack, features = packs.next(self._stop_is_overdue)

@@ -14,7 +14,6 @@ from data_pipelines.errors import UserError
 
 @dataclass
 class OptimConfig:
-    name: str = "adamw"
     lr: float = 1e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8

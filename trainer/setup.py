@@ -58,7 +58,9 @@ class RunSetup:
             if key in _FREE or key in _FREE_GROUPS:
                 continue
             if key == "parallel":  # in which mode and on how many ranks is free; in which precision is not
-                flat["parallel.compute_dtype"] = value["compute_dtype"]
+                flat["parallel.compute_dtype"] = str(resolve_dtype(value["compute_dtype"]))
+            elif key == "target":  # the fingerprint says which, wherever it lies
+                flat["target.dtype"] = self.spec.dtype
             elif isinstance(value, dict):
                 flat.update({f"{key}.{name}": v for name, v in value.items()})
             else:

@@ -36,10 +36,10 @@ from data_pipelines.stream.messages import read_token
 from data_pipelines.stream.sources import Source, build_source
 
 from . import STARTED_BY
-from .checkpoint import Checkpointer, agree_on_checkpoint, load_checkpoint
+from .checkpoint import Checkpointer, agree_on_checkpoint, forget_later_checkpoints, load_checkpoint
 from .config import RunConfig, load_config, read_config, save_config
 from .loop import PREEMPTED, Trainer
-from .parallel import World, parallelize, process_group
+from .parallel import World, limit_waits, parallelize, process_group
 from .parallel.context import ContextGroup, SharedPacks
 from .reporting import Progress, RankMetrics, Reporter, serve_metrics
 from .result import write_result
@@ -66,7 +66,9 @@ def train(config: RunConfig, world: World) -> bool:
         if config.resume == "never":
             shutil.rmtree(checkpoints, ignore_errors=True)
             (setup.run_dir / quarantine.FILE).unlink(missing_ok=True)
-            config = replace(config, resume="auto")  # ranks that are started again from the file below go on
+        elif config.resume != "auto":
+            forget_later_checkpoints(checkpoints, start)
+        config = replace(config, resume="auto")  # ranks that are started again from the file below go on
         save_config(config, setup.run_dir / "config.yaml")  # not sooner: another run's folder is left as it is
     session = f"{world.from_first([secrets.randbits(62)])[0]:016x}"  # after which the files above hold for every rank
     stop = setup.total_steps * config.global_batch
@@ -88,6 +90,7 @@ def train(config: RunConfig, world: World) -> bool:
         packs = SharedPacks(context, packs, items, setup.spec, strategy.drafter.rows_ahead)
     tracker = Tracker(config.tracker, setup.run_dir, config, start_step=start) if first else None
     checkpointer = Checkpointer(checkpoints, config.checkpoint, setup.identity)
+    limit_waits(config.parallel.timeout_seconds)  # of all groups, which exist by now
     progress = Progress(start, setup.total_steps)
     reporter = watched(config, world, progress, source, session)
     trainer = Trainer(setup, world, context, strategy, frozen, checkpointer, tracker, progress, session)

@@ -32,8 +32,12 @@ class LedgerClient:
     """
 
     def __init__(self, url: str, token: str, *, patience: float = 60.0, ca_file: str = ""):
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"the ledger's address {url!r} is not http://host:port", fix="set source.ledger")
+        try:
+            address = httpx.URL(url)
+        except httpx.InvalidURL:
+            address = httpx.URL("")
+        if address.scheme not in ("http", "https") or not address.host:
+            raise UserError(f"the ledger's address {url!r} is not http://host:port", fix="the ledger prints its own")
         self.url, self.instance, self.stop = url.rstrip("/"), "", threading.Event()
         self.asked_to_reconcile = False
         self._patience = patience

@@ -18,6 +18,10 @@ _CLOSE_SECONDS = 60.0
 _WATCH_SECONDS = 1.0
 
 
+class GaveUp(Exception):
+    """No pack has come, and the caller does not want to wait any longer."""
+
+
 class Prefetcher:
     """Iterate it for (index, pack, features), in the order of `items`; features are None for a pack in quarantine.
 
@@ -51,7 +55,7 @@ class Prefetcher:
         return self.next()
 
     def next(self, give_up: Callable[[], bool] = lambda: False) -> tuple[int, Pack, Features | None]:
-        """The same, but raises TimeoutError soon after `give_up()` has become true while there is nothing to hand out."""
+        """The same, but raises GaveUp soon after `give_up()` has become true while there is nothing to hand out."""
         began = time.monotonic()
         with self._changed:
             while not (self._fetched or self._ended or self._closed):
@@ -59,7 +63,7 @@ class Prefetcher:
                 if self._fetched:
                     break
                 if give_up():
-                    raise TimeoutError("no pack has come")
+                    raise GaveUp
                 if not self._thread.is_alive():
                     break
             self.wait_seconds += time.monotonic() - began

@@ -22,6 +22,7 @@ from trainer.checkpoint import (
     agree_on_checkpoint,
     choose_checkpoint,
     find_checkpoint,
+    forget_later_checkpoints,
     load_checkpoint,
     newest_step,
     saved_checkpoints,
@@ -156,7 +157,7 @@ def test_moments_of_another_step_are_refused(world, tmp_path):
 def test_without_any_it_starts_anew(world, tmp_path):
     assert choose_checkpoint(tmp_path, "auto", IDENTITY) is None
     with pytest.raises(UserError, match=r"not a whole checkpoint: run\.json is missing"):
-        choose_checkpoint(tmp_path, str(tmp_path), IDENTITY)
+        choose_checkpoint(tmp_path, str(tmp_path / "step_00000004"), IDENTITY)
 
 
 def test_what_rank_0_chose_or_refused_holds_for_all(folder, world):
@@ -208,6 +209,21 @@ def test_a_refused_policy():
         CheckpointConfig(keep=0)
     with pytest.raises(UserError, match=r"checkpoint\.keep_every=-1"):
         CheckpointConfig(keep_every=-1)
+    with pytest.raises(UserError, match=r"checkpoint\.every=-5"):
+        CheckpointConfig(every=-5)
+
+
+def test_a_named_one_is_of_this_run(folder, tmp_path):
+    assert choose_checkpoint(folder, str(folder / "step_00000004"), IDENTITY) == folder / "step_00000004"
+    save(tmp_path / "other" / "checkpoints", [4])
+    with pytest.raises(UserError, match="is not a checkpoint of this run") as refusal:
+        choose_checkpoint(folder, str(tmp_path / "other" / "checkpoints" / "step_00000004"), IDENTITY)
+    assert "step_00000004, step_00000008" in refusal.value.fix
+
+
+def test_going_back_forgets_what_was_later(folder):
+    forget_later_checkpoints(folder, 4)
+    assert list(saved_checkpoints(folder)) == [4]
 
 
 SAVES = """

@@ -33,7 +33,7 @@ def test_a_recipe_may_be_a_file_of_ones_own(tmp_path):
     [
         ("ci_eagle", [], "did you mean ci_eagle3?"),
         ("./nowhere.yaml", [], "does not exist"),
-        ("ci_eagle3", ["optim.learning_rate=1"], "optim has name, lr"),
+        ("ci_eagle3", ["optim.learning_rate=1"], "optim has lr, betas"),
         ("ci_eagle3", ["drafter.stpes=3"], "did you mean drafter.steps?"),
         ("ci_eagle3", ["lr=3"], "did you mean optim.lr?"),
         ("ci_eagle3", ["drafter.slots=4"], "belongs to drafter=dflash and drafter=dspark"),
@@ -50,6 +50,8 @@ def test_a_recipe_may_be_a_file_of_ones_own(tmp_path):
         ("ci_eagle3", ["drafter.norm_before_fc=true", "drafter.fc_norm=true"], "exclude each other"),
         ("ci_eagle3", ["global_batch=3"], "multiple of 2"),
         ("ci_eagle3", ["epochs=0"], "at least 1"),
+        ("ci_eagle3", ["max_steps=-1"], "at least 0"),
+        ("ci_eagle3", ["optim.name=sgd"], "optim.name"),
         ("ci_eagle3", ["data.max_document_tokens=9999"], "must fit into one pack"),
         ("ci_eagle3", ["optim.lr"], "key=value"),
         ("ci_eagle3", ["target=hf"], "target.path"),

@@ -18,7 +18,7 @@ from data_pipelines.packing import pack_id
 from data_pipelines.stream.cache import capture
 from data_pipelines.stream.quarantine import FILE
 from trainer.checkpoint import saved_checkpoints, whole_checkpoints
-from trainer.config import load_config
+from trainer.config import load_config, read_config
 from trainer.loop import PREEMPTED
 from trainer.setup import prepare_run
 
@@ -43,6 +43,25 @@ def test_resumed_at_another_world_size_it_trains_on_the_same_packs(undisturbed, 
         assert resumed["loss"] == pytest.approx(whole["loss"], rel=1e-6)
         assert resumed["tokens"] == whole["tokens"]
     assert whole_checkpoints(tmp_path / "checkpoints")[-1].name == last.name, "made again, over the broken one"
+
+
+def test_told_where_to_begin_it_does_so_once(undisturbed, tmp_path):
+    """Ranks that torchrun starts again read the run's config.yaml: they go on from the newest."""
+    shutil.copytree(undisturbed / "checkpoints", tmp_path / "checkpoints")
+    shutil.copy(undisturbed / "metrics.jsonl", tmp_path)
+    first, *later = whole_checkpoints(tmp_path / "checkpoints")
+    assert later
+    process = start(tmp_path, f"resume={first}", plain=True)
+    while not (tmp_path / "config.yaml").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert read_config(tmp_path / "config.yaml").resume == "auto"
+    assert whole_checkpoints(tmp_path / "checkpoints") == [first]
+    train(tmp_path)
+    assert result(tmp_path)["weights_sha256"] == result(undisturbed)["weights_sha256"]
+    assert len(metrics(tmp_path)) == len(metrics(undisturbed))
 
 
 @pytest.fixture(scope="module")

@@ -68,6 +68,7 @@ class TrainedBlocks:
     ):
         self._context, self._block, self._gather = context, block, gather
 
+    @torch.compiler.disable  # the number of blocks differs from pack to pack: it would be compiled anew for each
     def __call__(self, keys, values, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """keys and values [kv_heads, R, d], of this rank's rows of the context. q [N, heads, B, d], k and v
         [N, kv_heads, B, d] → [N, heads, B, d]."""

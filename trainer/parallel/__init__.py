@@ -9,9 +9,9 @@ from ..optim import OptimConfig
 from .config import ParallelConfig
 from .sharded import Sharded
 from .strategy import Strategy
-from .world import World, process_group
+from .world import World, limit_waits, process_group
 
-__all__ = ["ParallelConfig", "Strategy", "World", "parallelize", "process_group"]
+__all__ = ["ParallelConfig", "Strategy", "World", "limit_waits", "parallelize", "process_group"]
 
 
 def parallelize(drafter: Drafter, config: ParallelConfig, optim: OptimConfig, world: World) -> Strategy:

@@ -47,6 +47,11 @@ class ParallelConfig:
                 f"parallel.replicas={self.replicas} belongs to parallel=hsdp, not to {self.name}",
                 fix="use parallel=hsdp, or leave it out",
             )
+        if self.zero_stage != 1 and self.name != "deepspeed":
+            raise UserError(
+                f"parallel.zero_stage={self.zero_stage} belongs to parallel=deepspeed, not to {self.name}",
+                fix="use parallel=deepspeed, or leave it out",
+            )
         if self.zero_stage not in (1, 2, 3):
             raise UserError(
                 f"parallel.zero_stage={self.zero_stage} is not one of 1, 2, 3",

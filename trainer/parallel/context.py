@@ -12,14 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from data_pipelines.features import Features, FeatureSpec
 from data_pipelines.packing import Pack
-from data_pipelines.stream.consumer import Prefetcher
+from data_pipelines.stream.consumer import GaveUp, Prefetcher
 
 from ..batch import Part
 from ..losses import upcast
@@ -45,7 +44,7 @@ class ContextGroup:
         """All ranks call it. config.context has to divide their number."""
         size, group = config.context, None
         if size > 1:
-            group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=config.timeout_seconds))
+            group, _ = dist.new_subgroups(size)
         data_rank, rank = divmod(world.rank, size)
         return cls(rank, size, data_rank, world.size // size, world.device, group)
 
@@ -118,14 +117,14 @@ class SharedPacks:
             self._packs.close()
 
     def next(self, give_up: Callable[[], bool] = lambda: False) -> tuple[int, Pack, Features | None]:
-        """Features of this rank's rows, on its device. Raises TimeoutError on all ranks of the group, when it was the
+        """Features of this rank's rows, on its device. Raises GaveUp on all ranks of the group, when it was the
         first that gave up."""
         return self._receive() if self._packs is None else self._send(give_up)
 
     def _send(self, give_up: Callable[[], bool]) -> tuple[int, Pack, Features | None]:
         try:
             index, pack, features = self._packs.next(give_up)
-        except TimeoutError:
+        except GaveUp:
             self._announce(_NOTHING)
             raise
         self._announce(_QUARANTINED if features is None else _FEATURES, index)
@@ -143,7 +142,7 @@ class SharedPacks:
         state, index = self._announce()
         self._waited += time.monotonic() - began
         if state == _NOTHING:
-            raise TimeoutError("no pack has come to the first rank of this group")
+            raise GaveUp
         planned, pack = next(self._items)
         if index != planned:
             raise RuntimeError(

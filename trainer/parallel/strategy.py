@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Strategy(ABC):
-    """A drafter and its optimizer. Every method but `backward` of a micro-batch that is not the last is collective.
+    """A drafter and its optimizer. Every rank calls every method equally often: most are collective.
 
     The state of a checkpoint is canonical: `model` holds the drafter's own keys, `optimizer` for each trainable parameter
     {"step", "exp_avg", "exp_avg_sq"}; weights and moments in fp32, whatever the mode, so that any mode and any number of

@@ -32,6 +32,13 @@ class World:
         return told.tolist()
 
 
+def limit_waits(seconds: float) -> None:
+    """For every group that there is: mesh dimensions, DeepSpeed's and a checkpoint's are made with torch's default, 30
+    minutes, whatever the default group was given."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 @contextmanager
 def process_group(timeout_seconds: float):
     """torchrun's process group, or a group of one when started by plain python. A rank that waits for another in a

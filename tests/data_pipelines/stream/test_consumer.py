@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 
@@ -11,7 +12,7 @@ import torch
 
 from data_pipelines.features import Features
 from data_pipelines.packing import Document, Pack
-from data_pipelines.stream.consumer import Prefetcher
+from data_pipelines.stream.consumer import GaveUp, Prefetcher
 
 
 class Steps:
@@ -97,11 +98,23 @@ def test_a_loop_that_gives_up_is_not_kept_and_loses_nothing():
             return super().get(index, pack)
 
     prefetcher = Prefetcher(Late(), items(3), 2)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(GaveUp):
         prefetcher.next(lambda: True)
     begin.set()
     assert [index for index, _, _ in prefetcher] == [0, 1, 2]
     prefetcher.close()
+
+
+def test_a_disk_that_times_out_is_an_error_not_a_loop_that_gives_up():
+    class Slow(Steps):
+        def get(self, index, pack):
+            raise OSError(errno.ETIMEDOUT, "the shared folder does not answer")  # Python's own TimeoutError
+
+    prefetcher = Prefetcher(Slow(), items(3), 2)
+    with pytest.raises(TimeoutError, match="shared folder"):
+        prefetcher.next(lambda: True)
+    prefetcher.close()
+    assert not issubclass(TimeoutError, GaveUp) and not issubclass(GaveUp, OSError)
 
 
 def test_giving_up_matters_only_while_there_is_nothing():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from data_pipelines.engines import resolve_dtype
 from data_pipelines.errors import UserError
 from trainer.config import load_config
 from trainer.parallel import ParallelConfig, World
@@ -29,6 +30,7 @@ ALONE = World(0, 1, torch.device("cpu"))
         (["parallel.replicas=-1"], "parallel.replicas=-1"),
         (["parallel=deepspeed", "parallel.zero_stage=0"], "parallel=ddp is what stage 0 would be"),
         (["parallel=deepspeed", "parallel.zero_stage=4"], "is not one of 1, 2, 3"),
+        (["parallel=ddp", "parallel.zero_stage=2"], "belongs to parallel=deepspeed, not to ddp"),
         (["parallel.context=0"], "parallel.context=0"),
         (["parallel.context=3"], "2 ranks cannot share packs by 3"),
         (["optim.max_grad_norm=0"], "clips nothing"),
@@ -70,3 +72,9 @@ def test_mode_and_size_are_free_when_a_run_is_resumed_and_the_precision_is_not(t
         setup.identity
     )
     assert identity(compute_dtype="bfloat16") != identity(compute_dtype="float32")
+    here = str(resolve_dtype("auto")).removeprefix("torch.")  # what `auto` means may differ where it is resumed
+    assert identity(compute_dtype="auto") == identity(compute_dtype=here)
+    moved = replace(setup, config=replace(setup.config, target=replace(setup.config.target, kind="hf", path="/moved")))
+    assert moved.identity == setup.identity, "the target's fingerprint says which it is"
+    other = replace(setup, spec=replace(setup.spec, dtype="float16"))
+    assert other.identity != setup.identity

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.batch import Batch
-from trainer.checkpoint import load_checkpoint
-from trainer.parallel import ParallelConfig
+from trainer.checkpoint import CheckpointConfig, Checkpointer, load_checkpoint
+from trainer.parallel import ParallelConfig, limit_waits
 
 from .ranks import on_ranks
 from .runs import PACKS, Packs, Run, frozen_target, held, loss_weights, new_drafter, optim, spread, train, whole
@@ -253,3 +253,20 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_on_any():
     for said in on_ranks(2, not_finite, there(["fsdp2", "zero1", "zero2"])):
         for mode, (norm, same) in said.items():
             assert not np.isfinite(norm) and same, mode
+
+
+def waits(world, config: ParallelConfig, folder: Path) -> list[float]:
+    """Seconds after which a collective of each group gives up."""
+    strategy, _ = spread(world, "eagle3", config)
+    checkpointer = Checkpointer(folder, CheckpointConfig(), {})
+    limit_waits(7.0)
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    seconds = [g._get_backend(world.device).options._timeout.total_seconds() for g in groups]
+    del strategy, checkpointer
+    return seconds
+
+
+@pytest.mark.parametrize("mode", ["hsdp", pytest.param("zero1", marks=needs_deepspeed)])
+def test_no_group_waits_longer_than_told(mode, tmp_path):
+    for seconds in on_ranks(2, waits, config(mode), tmp_path):
+        assert len(seconds) > 2 and set(seconds) == {7.0}
