@@ -42,7 +42,7 @@ bench-stream: setup-test  ## the stream's bytes and CPU seconds beside memcpy, T
 scale: setup-test  ## every parallel mode on 1, 2 and 4 ranks: the same run? what does a rank hold? (about 10 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.scale
 
-gpu: setup-test  ## on a machine with a GPU: the demo, and the 8B recipes' drafters: tokens/s, MFU, memory (under 10 minutes)
+gpu: setup-test  ## on a machine with a GPU: the 8B recipes' drafters (tokens/s, MFU, memory), then the demo (under 10 minutes)
 	@$(BIN)/python -m tests.benchmarks.gpu
 
 lint: setup-test  ## ruff: rules and formatting

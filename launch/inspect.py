@@ -26,9 +26,8 @@ from data_pipelines.conversations.dataset import training_data
 from data_pipelines.documents import Document, Documents
 from data_pipelines.engines import resolve_target
 from data_pipelines.errors import UserError
+from data_pipelines.files import write_text_atomically
 from trainer.config import RunConfig, load_config
-
-from .records import write_atomically
 
 _TRAINED = "bold green"
 _MOST_CHARACTERS = 4000  # of one document or row on a terminal
@@ -156,7 +155,7 @@ def write_html(found: Inspection, path: Path) -> None:
     page = resources.files("launch").joinpath("inspect.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, environment.from_string(page).render(found=found))
+    write_text_atomically(path, environment.from_string(page).render(found=found))
 
 
 def _spread(documents: Documents, rows: int) -> Iterator[Document]:

@@ -21,15 +21,17 @@ from .processes import Role
 class Seat:
     """Where one process runs. prefix: the words before its command that take it there; none on this machine. python: the
     interpreter there. gpus: by the names that CUDA_VISIBLE_DEVICES takes. host: the address of that machine, for its
-    metrics."""
+    metrics. environment: what a process needs to know of the place."""
 
     host: str
     gpus: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
     python: str = sys.executable
+    environment: dict[str, str] = field(default_factory=dict)
 
     def role(self, name: str, command: list[str], environment: dict[str, str]) -> Role:
         """command: what comes after the interpreter."""
+        environment = {**environment, **self.environment}
         if self.gpus:
             environment = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
         if not self.prefix:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data_pipelines.files import write_text_atomically
+
 
 def remembered(run_dir: Path, name: str, depends_on: Any, make: Callable[[], Any]) -> Any:
     """The result of `make`, or of an earlier call. depends_on: any JSON value; result: likewise."""
@@ -22,13 +24,5 @@ def remembered(run_dir: Path, name: str, depends_on: Any, make: Callable[[], Any
         if record["key"] == key:
             return record["result"]
     result = make()
-    write_atomically(path, json.dumps({"key": key, "result": result}))
+    write_text_atomically(path, json.dumps({"key": key, "result": result}))
     return result
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file is the old one or the new one, whoever is killed meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -7,7 +7,6 @@ only what is missing.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ from filelock import FileLock, Timeout
 
 from data_pipelines.engines import resolve_target
 from data_pipelines.errors import UserError
-from trainer.checkpoint import choose_checkpoint, newest_step
+from data_pipelines.files import write_text_atomically
+from trainer.checkpoint import choose_checkpoint
 from trainer.config import RunConfig, load_config, read_config, save_config
 from trainer.export.run import export_run
 from trainer.setup import RunSetup, prepare_run
@@ -29,8 +29,8 @@ from . import data, preflight, report, results
 from .places import Places, find_places
 from .plan import show_plan
 from .processes import Stopped, Terminated
-from .records import write_atomically
 from .screen import Screen
+from .slurm.queue import begun_before, remember_beginning
 from .training import train
 
 
@@ -51,9 +51,10 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def go_on(config: RunConfig) -> RunConfig:
-    """A Slurm job that was requeued goes on from its own checkpoints, wherever it was told to begin."""
-    requeued = int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
-    return replace(config, resume="auto") if requeued and newest_step(Path(config.run_dir)) else config
+    """A Slurm job that was requeued goes on from its own checkpoints, wherever it was told to begin. The trainer writes
+    resume=auto when what was there before is out of the way."""
+    run_dir = Path(config.run_dir)
+    return replace(config, resume=read_config(run_dir / "config.yaml").resume) if begun_before(run_dir) else config
 
 
 def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
@@ -73,6 +74,7 @@ def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
         with screen.stage("data") as note:
             setup = _prepare(config, run_dir)
             save_config(config, run_dir / "config.yaml")
+            remember_beginning(run_dir)
             note(data.describe(setup))
         return _learn_and_judge(setup, places, ports, screen)
 
@@ -85,7 +87,7 @@ def _prepare(config: RunConfig, run_dir: Path) -> RunSetup:
     try:
         choose_checkpoint(run_dir / "checkpoints", config.resume, setup.identity)
     except UserError:
-        quarantine.unlink() if before is None else write_atomically(quarantine, before)
+        quarantine.unlink() if before is None else write_text_atomically(quarantine, before)
         raise
     return setup
 
@@ -159,10 +161,15 @@ def only_run_in(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM raise Stopped in the main thread, also where the shell started us with SIGINT ignored."""
+    """Ctrl-C and SIGTERM raise Stopped in the main thread, also where the shell started us with SIGINT ignored. A second
+    Ctrl-C is somebody who cannot wait; a second SIGTERM is not (scancel sends it to the job's shell, which hands it on, and
+    to us)."""
 
     def stop(number: int, frame: Any) -> None:
-        raise Stopped if number == signal.SIGINT else Terminated
+        if number == signal.SIGINT:
+            raise Stopped
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -7,12 +7,14 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from data_pipelines.errors import UserError
+from data_pipelines.files import write_text_atomically
 from data_pipelines.stream.messages import producer_config
 from trainer.checkpoint import choose_checkpoint, newest_step
+from trainer.cluster import ClusterConfig
 from trainer.config import RunConfig, save_config
 from trainer.loop import PREEMPTED
 from trainer.setup import RunSetup, prepare_run
@@ -22,12 +24,11 @@ from .failures import describe, told_to_stop
 from .places import Places
 from .preflight import check_tls, needs_master, needs_stream
 from .processes import Child, Crew, Role, Stopped, Terminated, end_hung
-from .records import write_atomically
 from .results import finished
 from .screen import MetricsTail, Screen, TrainingView
 from .watch import watching
 
-_CHECKPOINT_GRACE = 120.0  # seconds for the trainer to write one when the run is stopped
+_CHECKPOINT_GRACE = 120.0  # least seconds for the trainer to write one when the run is stopped
 _POLL = 0.2
 
 
@@ -64,8 +65,8 @@ def train(setup: RunSetup, places: Places, ports: dict[str, int], screen: Screen
                     _watch(crew, trainer, config, total, view)
                 except Stopped:
                     if trainer.status is None:
-                        view.say("stopping: waiting for the trainer's checkpoint (once more to stop at once)")
-                        _stop_gently(trainer)
+                        view.say("stopping: waiting for the trainer's checkpoint (Ctrl-C to stop at once)")
+                        _stop_gently(trainer, config.cluster)
                     raise
     except Stopped as stopped:
         raise type(stopped)(_how_to_resume(config, run_dir)) from None
@@ -89,7 +90,7 @@ def write_ledger_settings(config: RunConfig, setup: RunSetup, ports: dict[str, i
             config.target, config.store, setup.spec, threads=cluster.threads, lease_seconds=lease
         ),
     }
-    write_atomically(setup.run_dir / "ledger.json", json.dumps(settings, indent=2))
+    write_text_atomically(setup.run_dir / "ledger.json", json.dumps(settings, indent=2))
 
 
 def begin_by_hand(config: RunConfig) -> Path:
@@ -170,20 +171,19 @@ def _watch(crew: Crew, trainer: Child, config: RunConfig, total: int, view: Trai
                 return
             if told_to_stop(trainer.said(), PREEMPTED):
                 raise Terminated("the trainer was told to stop")
-            saved = newest_step(run_dir)
-            if saved:  # resume=<path> and resume=never said where to begin, not where to go on
-                save_config(replace(config, resume="auto"), run_dir / "config.yaml")
-            view.say(f"{crew.revive(trainer, step=step)}, going on from step {saved}")
-        for line in crew.tend():
+            view.say(f"{crew.revive(trainer, step=step)}, going on from step {newest_step(run_dir)}")
+            step = 0
+        for line in crew.tend() if step < total else ():  # after the last step producers go
             view.say(line)
         time.sleep(_POLL)
 
 
-def _stop_gently(trainer: Child) -> None:
+def _stop_gently(trainer: Child, cluster: ClusterConfig) -> None:
     """SIGUSR1 asks the ranks for a checkpoint at their next step; the stream goes on until they have it. (SIGTERM would
     do on this machine, and srun does not hand it on but ends its tasks.)"""
     trainer.signal(signal.SIGUSR1)
-    deadline = time.monotonic() + _CHECKPOINT_GRACE
+    grace = max(_CHECKPOINT_GRACE, cluster.slurm.grace_seconds if cluster.launcher == "slurm" else 0)
+    deadline = time.monotonic() + grace
     while trainer.status is None and time.monotonic() < deadline:
         time.sleep(_POLL)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from data_pipelines.errors import UserError, check_choice
 
@@ -48,13 +48,19 @@ class InferenceNodes:
     cpus_per_node: int = 0
     mem: str = ""
 
+    def __post_init__(self) -> None:
+        for key in ("gpus_per_node", "cpus_per_node"):
+            if (getattr(self, key) or 0) < 0:
+                raise UserError(f"cluster.slurm.inference.{key}={getattr(self, key)}; it cannot be negative")
+
 
 @dataclass
 class SlurmConfig:
     """The job that `draftsmith slurm` submits. How many nodes it has follows from cluster.ranks and cluster.producers.
 
     gpus_per_node: 0 on nodes without any. ranks_per_node, producers_per_node: 0 is one a GPU, and without GPUs all on one
-    node. What is empty is left out, and the site's own default holds.
+    node. interface: of the network on which ledger and store listen, and gloo and NCCL talk. What is empty is left out, and
+    the site's own default holds.
     """
 
     gpus_per_node: int | None = None
@@ -73,7 +79,7 @@ class SlurmConfig:
     grace_seconds: int = 120  # before the time limit, and at preemption: what a checkpoint may take
     requeue: bool = True  # preempted or out of time, the job goes back into the queue and resumes
     parallel_tasks: int = 0  # of a sweep's array at once; 0: as many as the site lets run
-    sbatch: list[str] = field(default_factory=list)  # further options, such as --mail-type=FAIL
+    sbatch: list[str] = field(default_factory=list)  # further options, each one word: --mail-type=FAIL
     srun: list[str] = field(default_factory=list)  # of every step, such as --mpi=none
     modules: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)  # lines of shell before the launcher starts, on the first node
@@ -83,7 +89,7 @@ class SlurmConfig:
     container_mounts: list[str] = field(default_factory=list)
     prefix: list[str] = field(default_factory=list)  # words before every step's command, such as apptainer exec --nv …
     step_python: str = ""  # in the container; empty: the launcher's
-    interface: str = ""  # network interface, such as ib0, on which ledger and store listen; empty: found by the route
+    interface: str = ""  # such as ib0, on all nodes; empty: found by the route
     inference: InferenceNodes = field(default_factory=InferenceNodes)
 
     def __post_init__(self) -> None:
@@ -136,5 +142,13 @@ class ClusterConfig:
             raise UserError(
                 "cluster.tls_cert and cluster.tls_key belong together", fix="give both, or neither for plain http"
             )
-        if self.hang_seconds < 0:
-            raise UserError(f"cluster.hang_seconds={self.hang_seconds}; it cannot be negative")
+        if self.ranks < 1:
+            raise UserError(f"cluster.ranks={self.ranks}; it must be at least 1")
+        for key in ("producers", "threads", "max_restarts", "hang_seconds"):
+            if getattr(self, key) < 0:
+                raise UserError(f"cluster.{key}={getattr(self, key)}; it cannot be negative")
+        servers = {"trainer_metrics_port": self.ranks, "producer_metrics_port": max(1, self.producers)}
+        for key in (f.name for f in fields(self) if f.name.endswith("_port")):
+            port, highest = getattr(self, key), 65536 - servers.get(key, 1)
+            if port and not 0 < port <= highest:
+                raise UserError(f"cluster.{key}={port}; it must be from 0 to {highest}")

@@ -25,6 +25,7 @@ import recipes
 from data_pipelines.conversations.config import DataConfig
 from data_pipelines.engines.targets import TargetConfig
 from data_pipelines.errors import UserError, check_choice
+from data_pipelines.files import write_text_atomically
 from data_pipelines.stores.config import StoreConfig
 from data_pipelines.stream.config import SourceConfig
 
@@ -152,8 +153,7 @@ def load_config(recipe: str, overrides: list[str] | None = None, config_dir: str
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.structured(config), path)
+    write_text_atomically(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from data_pipelines.errors import UserError
-from data_pipelines.stream.client import LedgerClient
+from data_pipelines.stream.client import LedgerClient, StreamError
 
 from .parallel import World
 from .tracking import read_metrics
@@ -88,12 +89,15 @@ class Reporter:
         if client is not None:
             self._thread.start()
 
-    def close(self) -> None:
-        """Sends a last report."""
+    def close(self, *, done: bool) -> None:
+        """Sends a last report, and from rank 0 of a training that is done the word that producers may go."""
         if self._client is None:
             return
         self._closing.set()
         self._thread.join(_CLOSE_SECONDS)
+        if done and self._says_rows:
+            with suppress(StreamError):  # producers that do not hear of it are ended by whoever started them
+                self._client.finish(patience=_CLOSE_SECONDS)
         self._client.close()
 
     def _run(self) -> None:

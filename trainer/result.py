@@ -7,6 +7,8 @@ import json
 
 import torch
 
+from data_pipelines.files import write_text_atomically
+
 from .parallel import Strategy, World
 from .setup import RunSetup
 from .tracking import read_metrics
@@ -42,4 +44,4 @@ def write_result(setup: RunSetup, strategy: Strategy, world: World) -> None:
         "weights_sha256": weights_sha256(state),
         "parameters": sum(p.numel() for name, p in state.items() if p.is_floating_point()),
     }
-    (setup.run_dir / "training.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_text_atomically(setup.run_dir / "training.json", json.dumps(result, indent=2) + "\n")

@@ -98,14 +98,16 @@ def train(config: RunConfig, world: World) -> bool:
         signal.signal(number, lambda *_: trainer.request_stop())
     if first:
         log.info("steps %d…%d of %d packs each", start, setup.total_steps, config.global_batch)
+    done = False
     try:
-        done = trainer.run(packs, start)
+        to_the_end = trainer.run(packs, start)
         checkpointer.close()
+        done = to_the_end
     finally:
         packs.close()
         if source:
             source.close()
-        reporter.close()
+        reporter.close(done=done)
         if tracker:
             tracker.close()
     if done:

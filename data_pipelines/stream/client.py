@@ -109,11 +109,11 @@ class LedgerClient:
         """
         return set(self._call("POST", "/reconcile", {"producer": producer, "keys": keys})["keep"])
 
-    # The launcher
+    # Both, and people
 
-    def finish(self) -> None:
-        """Tell all producers to end."""
-        self._call("POST", "/finish", {})
+    def finish(self, *, patience: float | None = None) -> None:
+        """Tell all producers to end: no pack will be wanted in this session any more."""
+        self._call("POST", "/finish", {}, patience=patience)
 
     def status(self, *, patience: float | None = None) -> dict[str, Any]:
         return self._call("GET", "/status", patience=patience)

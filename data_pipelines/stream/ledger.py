@@ -276,7 +276,7 @@ class Ledger:
             self._entries.clear()
             self._ready.clear()
             self.instance = uuid.uuid4().hex[:12]
-        self.session = session
+        self.session, self.finished = session, False
         self._board.begin(session)
 
     def _next(self, features: str) -> _Entry | None:

@@ -2,7 +2,7 @@
 
     POST /want /locate /lost /consumed /report   trainer ranks        GET /status /metrics   numbers (token)
     POST /lease /stored /failed /reconcile       producers            GET /health /          no token, no data
-    POST /finish                                 the launcher         GET /config            what a producer needs
+    POST /finish                                 rank 0, at the end   GET /config            what a producer needs
 
 Requests are the models of `messages`. 400: not understood, 401: wrong token, 409: a newer trainer has taken over,
 413: too large.
@@ -151,8 +151,6 @@ class LedgerServer:
     async def _reconcile(self, asked: messages.ReconcileRequest, request: Request) -> Answer:
         keep = self.ledger.reconcile(asked.producer, asked.keys)
         return {"keep": keep}
-
-    # The launcher
 
     async def _finish(self, asked: messages.FinishRequest, request: Request) -> Answer:
         self.ledger.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import yaml
@@ -11,6 +12,7 @@ from data_pipelines.errors import UserError
 from trainer.cluster import HardwareConfig
 
 from .assumptions import Assumption
+from .simulation.scenario import Costs
 
 TABLE = Path(__file__).with_name("hardware.yaml")
 INFERENCE_MFU = Assumption(
@@ -26,13 +28,37 @@ TRAINING_MFU = Assumption(
     "between 0.14 (SpecForge, examples/disagg/PERF_FINDINGS.md, 5-layer drafter on H200) and 0.38–0.43 (The Llama 3 Herd of "
     "Models, arXiv 2407.21783, table 4, a large dense model)",
 )
-STORE_RATE = Assumption(
-    "bytes a second that one process puts into the store, or gets from it",
+
+PACK_CALLS = ("want", "lease", "stored", "locate", "consumed")  # data_pipelines/stream/messages.py
+BENCH_TOKENS = 2048  # of a pack that bench-node hands through a ledger
+
+
+def ledger_seconds(costs: Costs, tokens: float) -> float:
+    """Of the ledger's one loop for a pack: its calls, its token ids in two of them, and two long polls that are woken."""
+    return sum(costs.ledger[call] for call in PACK_CALLS) + 2 * (costs.wake + tokens * costs.ledger_token)
+
+
+PUT_RATE = Assumption(
+    "bytes a second that a producer encodes and puts into its own segment, while it computes nothing",
+    1 / Costs().put_byte,
+    "measured here on two loaded cores (the simulation's cost); rather too little for a node of a cluster: SpecForge, "
+    "examples/disagg/PERF_FINDINGS.md, puts 3.3e9 over RDMA, encoding not included",
+)
+GET_RATE = Assumption(
+    "bytes a second of one rank's read from the store",
     3.3e9,
-    "SpecForge, examples/disagg/PERF_FINDINGS.md: a put over RDMA; over loopback TCP here 1 to 2 GB/s a get",
+    "as SpecForge's put over RDMA, examples/disagg/PERF_FINDINGS.md; over loopback TCP here 1 to 2e9. Copying and verifying "
+    f"take {Costs().get_byte:g} s a byte more (the simulation's cost)",
+)
+DISK_RATE = Assumption(
+    "bytes a second that all processes together write to the disk of features, or read from it",
+    2.0e9,
+    "a guess: one NVMe drive, or a share of a parallel file system; bench-node measures it",
 )
 LEDGER_RATE = Assumption(
-    "requests a second that one ledger answers", 7500.0, "measured here (docs/scale.md, “What breaks first”)"
+    f"requests a second that one ledger answers, for packs of {BENCH_TOKENS:,} tokens",
+    len(PACK_CALLS) / ledger_seconds(Costs(), BENCH_TOKENS),
+    "measured here (docs/scale.md, “What the ledger costs”)",
 )
 LINK_SHARE = Assumption(
     "share of a link's stated rate that transfers reach", 0.8, "a convention: protocol overhead and uneven load"
@@ -59,9 +85,9 @@ class Hardware:
     mfu: dict[str, float] = field(default_factory=dict)
     overhead_seconds: dict[str, float] = field(default_factory=dict)
     step_seconds: float = 0.0
-    store_put_bytes_per_second: float = STORE_RATE.value
-    store_get_bytes_per_second: float = STORE_RATE.value
-    disk_bytes_per_second: float = 2.0e9
+    store_put_bytes_per_second: float = PUT_RATE.value
+    store_get_bytes_per_second: float = GET_RATE.value
+    disk_bytes_per_second: float = DISK_RATE.value
     ledger_requests_per_second: float = LEDGER_RATE.value
     nodes: int = 1
     price_per_hour: float = 0.0
@@ -74,6 +100,18 @@ class Hardware:
     def native_dtype(self) -> str:
         """What `auto` means there."""
         return "bfloat16" if self.bf16_flops > self.fp32_flops else "float32"
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Of the stream: the simulation's, moved to what bench-node measured."""
+        base, slower = Costs(), LEDGER_RATE.value / self.ledger_requests_per_second
+        return replace(
+            base,
+            ledger={call: slower * seconds for call, seconds in base.ledger.items()},
+            ledger_token=slower * base.ledger_token,
+            wake=slower * base.wake,
+            put_byte=1 / self.store_put_bytes_per_second,
+        )
 
     def flops(self, dtype: str) -> float:
         return self.bf16_flops if dtype == "bfloat16" else self.fp32_flops

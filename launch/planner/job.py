@@ -19,14 +19,12 @@ from trainer.drafters import DRAFTERS, Drafter
 from . import memory
 from .assumptions import Assumption
 from .flops import Flops, target_flops, training_flops
-from .hardware import LINK_SHARE, Hardware, resolve_hardware
+from .hardware import LINK_SHARE, PACK_CALLS, Hardware, ledger_seconds, resolve_hardware
 from .shapes import TargetShape, draft_shape, target_shape
 from .volume import Volume
 from .work import Work, expected_work
 
-REQUESTS = Assumption(
-    "requests to the ledger for a pack", 5, "want, lease, stored, locate, consumed (data_pipelines/stream/messages.py)"
-)
+REQUESTS = Assumption("requests to the ledger for a pack", len(PACK_CALLS), ", ".join(PACK_CALLS))
 OPTIMIZER_BYTES = Assumption(
     "bytes that an optimizer step moves for each parameter of a shard",
     36,
@@ -37,11 +35,12 @@ WINDOW_SHARE = 0.9  # of what producers lend: data_pipelines/stream/window.py
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the run with one bound. limits: tokens a second that each station would let through."""
+    """A stretch of the run with one bound. limits: tokens a second that each station lets through. devices: those at work."""
 
     name: str
     tokens: float
     limits: dict[str, float]
+    devices: int
 
     @property
     def bottleneck(self) -> str:
@@ -54,6 +53,10 @@ class Phase:
     @property
     def seconds(self) -> float:
         return self.tokens / self.tokens_per_second
+
+    @property
+    def device_hours(self) -> float:
+        return self.devices * self.seconds / 3600
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,10 @@ class Job:
     def source(self) -> str:
         return self.config.source.name
 
+    @property
+    def streamed(self) -> bool:
+        return self.source in ("stream", "hybrid")
+
     @cached_property
     def kept(self) -> tuple[float, float]:
         return memory.kept_per_row(self.drafter, self.target, self.compute_dtype)
@@ -91,11 +98,23 @@ class Job:
 
     @property
     def producer_seconds(self) -> float:
-        """For a pack, on the devices of one producer."""
+        """For a pack's forward, on the devices of one producer."""
         hardware, flops = self.hardware, self.inference
         rate = hardware.flops(self.feature_dtype) * hardware.efficiency("inference") * self.devices_per_producer
         overhead = hardware.overhead_seconds.get("inference", 0.0) * self.target.config.num_hidden_layers
         return flops.total / rate + overhead
+
+    @property
+    def put_seconds(self) -> float:
+        """Of a producer for a pack, beside the forward: it encodes and puts when that is done, and calls the ledger twice."""
+        costs = self.hardware.costs
+        return costs.put + self.pack_bytes * costs.put_byte + 2 * costs.caller if self.streamed else 0.0
+
+    @property
+    def get_seconds(self) -> float:
+        """Of a rank's prefetching thread for a pack: three calls, the transfer, copying and verifying, the removal."""
+        costs, rate = self.hardware.costs, self.hardware.store_get_bytes_per_second
+        return costs.get + costs.remove + self.pack_bytes * (1 / rate + costs.get_byte) + 3 * costs.caller
 
     @property
     def batch_seconds(self) -> float:
@@ -109,7 +128,7 @@ class Job:
 
     def rank_seconds(self, ranks: int) -> float:
         """For a pack on one rank, with its part of the step's collectives and of the optimizer."""
-        packs = self.config.global_batch * self.config.parallel.context / ranks
+        packs = self.packs_per_rank(ranks)
         parameters = sum(p.numel() for p in self.drafter.parameters())
         wire = 0.0
         if ranks > 1:  # weights gathered for forward and backward of every pack, gradients reduced once a step
@@ -132,32 +151,38 @@ class Job:
         hardware, tokens, size = self.hardware, self.work.tokens, self.bytes_per_token
         groups = ranks / self.config.parallel.context
         limits = {
-            "inference": producers * tokens / self.producer_seconds,
-            "training": groups * tokens / self.rank_seconds(ranks),
-            "store writes": producers * hardware.store_put_bytes_per_second / size,
-            "store reads": groups * hardware.store_get_bytes_per_second / size,
-            "ledger": hardware.ledger_requests_per_second / REQUESTS.value * tokens,
-            "window": self.window_packs(producers, ranks) * tokens / (self.producer_seconds + self.transfer_seconds),
+            "inference": producers * tokens / (self.producer_seconds + self.put_seconds),
+            "store reads": groups * tokens / self.get_seconds,
+            "ledger": tokens / ledger_seconds(hardware.costs, tokens),
+            "window": self.window_packs(producers, ranks) * tokens / self.under_way_seconds,
         }
         if not self.one_node(producers, ranks):
             link = hardware.link_bytes_per_second * LINK_SHARE.value / size
             limits["network of the inference nodes"] = link * self.nodes_for(producers * self.devices_per_producer)
             limits["network of the trainer nodes"] = link * self.nodes_for(ranks)
         if hardware.host:
-            transport = 1 / hardware.store_put_bytes_per_second + 1 / hardware.store_get_bytes_per_second
             seconds = (
                 self.producer_seconds * self.devices_per_producer
                 + self.rank_seconds(ranks) * self.config.parallel.context
-                + self.pack_bytes * transport
+                + self.put_seconds
+                + self.get_seconds
             )
             limits["cores"] = hardware.devices * tokens / seconds
-        return limits
+        # A rank takes all packs of a step before it computes any, and while it computes only `prefetch` are made ready.
+        packs, ahead, supply = self.packs_per_rank(ranks), self.config.source.prefetch, min(limits.values()) / groups
+        training = packs * self.rank_seconds(ranks)
+        if ahead < packs and training * supply > ahead * tokens:
+            limits["prefetch"] = groups * packs * tokens / (training + (packs - ahead) * tokens / supply)
+        return {**limits, "training": groups * tokens / self.rank_seconds(ranks)}
+
+    def packs_per_rank(self, ranks: int) -> float:
+        """In a step."""
+        return self.config.global_batch * self.config.parallel.context / ranks
 
     @property
-    def transfer_seconds(self) -> float:
-        return self.pack_bytes * (
-            1 / self.hardware.store_put_bytes_per_second + 1 / self.hardware.store_get_bytes_per_second
-        )
+    def under_way_seconds(self) -> float:
+        """From a pack's lease to its last byte on the rank."""
+        return self.producer_seconds + self.put_seconds + self.get_seconds
 
     def one_node(self, producers: int, ranks: int) -> bool:
         return producers * self.devices_per_producer + ranks <= self.hardware.devices_per_node or self.hardware.host
@@ -175,7 +200,11 @@ class Job:
     def phases(self, producers: int, ranks: int) -> list[Phase]:
         """Raises UserError when a pack is larger than the window: nothing would ever move."""
         epoch, epochs = self.volume.tokens, self.config.epochs
-        total = self.total_tokens
+        total, inferring, training = self.total_tokens, producers * self.devices_per_producer, ranks
+        if self.hardware.host:
+            inferring = training = both = self.hardware.devices
+        else:
+            both = inferring + training
         trained = {"training": ranks / self.config.parallel.context * self.work.tokens / self.rank_seconds(ranks)}
         if self.hardware.host:
             trained["cores"] = self.hardware.devices * self.work.tokens / self.rank_seconds(ranks)
@@ -184,13 +213,14 @@ class Job:
         if self.hardware.host:
             inferred["cores"] = self.hardware.devices * self.work.tokens / self.producer_seconds
         if self.source == "colocated":
-            both = self.producer_seconds * self.devices_per_producer + self.rank_seconds(ranks)
-            limits = {"inference and training on one device": ranks * self.work.tokens / both}
+            seconds = self.producer_seconds * self.devices_per_producer + self.rank_seconds(ranks)
+            limits = {"inference and training on one device": ranks * self.work.tokens / seconds}
             if self.hardware.host:
-                limits["cores"] = self.hardware.devices * self.work.tokens / both
-            return [Phase("colocated", total, limits)]
-        if self.source == "offline":
-            return [Phase("capture", epoch, {**inferred, **read}), Phase("training", total, {**trained, **read})]
+                limits["cores"] = self.hardware.devices * self.work.tokens / seconds
+            return [Phase("colocated", total, limits, training)]
+        if self.source == "offline":  # one after the other, on the same devices
+            capture = Phase("capture", epoch, {**inferred, **read}, inferring)
+            return [capture, Phase("training", total, {**trained, **read}, training)]
         streamed = self.limits(producers, ranks)
         if streamed["window"] <= 0:
             raise UserError(
@@ -198,11 +228,11 @@ class Job:
                 fix="raise store.segment_bytes (or source.window_bytes), or lower data.pack_tokens",
             )
         if self.source == "stream" or epochs == 1:
-            return [Phase("streamed", total, streamed)]
+            return [Phase("streamed", total, streamed, both)]
         kept = min(1.0, self.config.source.cache_bytes / (epoch * self.bytes_per_token))
         first = min(epoch, total)
-        again = Phase("streamed", first + (total - first) * (1 - kept), streamed)
-        return [again, Phase("from the cache", (total - first) * kept, {**trained, **read})]
+        again = Phase("streamed", first + (total - first) * (1 - kept), streamed, both)
+        return [again, Phase("from the cache", (total - first) * kept, {**trained, **read}, both)]
 
     @property
     def steps(self) -> int:
@@ -235,7 +265,9 @@ class Job:
         unused = {"context": memory.context_bytes(self.hardware)} if not self.hardware.host else {}
         found = {
             "rank": {**trained, **unused},
-            "rank_host": memory.rank_host_memory(self.config, self.target, self.taps, tokens, self.feature_dtype),
+            "rank_host": memory.rank_host_memory(
+                self.config, self.drafter, self.target, tokens, self.feature_dtype, ranks=ranks, machines=spread
+            ),
         }
         if producers:
             found["producer"] = {**computed, **unused}
@@ -255,7 +287,25 @@ class Job:
                     f"a {role} needs {needed / 1e9:,.0f} GB and a {self.hardware.name} has "
                     f"{self.hardware.memory_bytes / 1e9:,.0f}: mostly {worst} ({found[role][worst] / 1e9:,.0f} GB)"
                 )
+        needed, has = self.node_memory(found, producers, ranks), self.hardware.host_memory_bytes
+        if needed > has:
+            most = max((size, part) for role in found for part, size in found[role].items() if "host" in role)
+            problems.append(
+                f"a node needs {needed / 1e9:,.0f} GB of host memory and has {has / 1e9:,.0f}; the largest part of a "
+                f"process is its {most[1]} ({most[0] / 1e9:,.0f} GB)"
+            )
         return problems
+
+    def node_memory(self, found: dict[str, dict[str, float]], producers: int, ranks: int) -> float:
+        """Bytes of the host's memory that the fullest node needs. found: see `memory`."""
+        one, node = self.one_node(producers, ranks), self.hardware.devices_per_node
+        here = {
+            "rank": ranks if one else min(ranks, node),
+            "producer": producers if one else min(producers, max(1, node // self.devices_per_producer)),
+        }
+        kinds = ("", "_host") if self.hardware.host else ("_host",)
+        needed = [n * sum(sum(found.get(role + kind, {}).values()) for kind in kinds) for role, n in here.items()]
+        return sum(needed) if one and self.source != "offline" else max(needed)
 
 
 def layers_run(drafter: Drafter) -> int:

@@ -64,18 +64,13 @@ def rank_memory(
     parallel, H, T = config.parallel, target.hidden, work.tokens / config.parallel.context
     packs = config.global_batch * parallel.context // ranks
     taps = len(getattr(drafter, "taps", ()))
-    trained = sum(p.numel() for p in drafter.parameters())
-    shards = _shards(parallel, ranks, machines)
-    states = {"weights": 4 / shards["weights"], "gradients": 4 / shards["gradients"], "moments": 8 / shards["moments"]}
-    if parallel.cpu_offload:
-        states = dict.fromkeys(states, 0.0)
     gathered, share = _gathered(drafter), T / work.tokens
     activations, again = (
         share * size for size in _activations(drafter, work, kept, target.hidden * b, parallel.recompute)
     )
     parts = {
         "frozen embedding, norm and head": target.outside * b,
-        **{f"drafter's {name}": trained * size for name, size in states.items()},
+        **({} if parallel.cpu_offload else _states(drafter, parallel, ranks, machines)),
         "drafter's weights gathered, their gradients": gathered * (2 * b + 4) * (ranks > 1) or gathered * b * (b < 4),
         "packs of one step": packs * (T * (taps + 1) * H * b + work.tokens * 25 + T * (H * b + 12)),
         "activations": activations,
@@ -88,12 +83,22 @@ def rank_memory(
 
 
 def rank_host_memory(
-    config: RunConfig, target: TargetShape, taps: int, pack_tokens: float, dtype: str
+    config: RunConfig,
+    drafter: Drafter,
+    target: TargetShape,
+    pack_tokens: float,
+    dtype: str,
+    *,
+    ranks: int,
+    machines: int,
 ) -> dict[str, float]:
-    """Of the host, for one rank: prefetched packs (see `consumer.Prefetcher`) and the store's buffers."""
-    pack = payload_bytes(FeatureSpec("", tuple(range(taps)), target.hidden, dtype), int(pack_tokens))
+    """Of the host, for one rank: prefetched packs (see `consumer.Prefetcher`), the store's buffers, what is offloaded."""
+    taps = getattr(drafter, "taps", ())
+    pack = payload_bytes(FeatureSpec("", tuple(taps), target.hidden, dtype), int(pack_tokens))
     parts = {"process": PROCESS.value, "prefetched packs": (config.source.prefetch + 1) * pack}
-    if config.source.name in ("stream", "hybrid"):
+    if config.parallel.cpu_offload:
+        parts |= _states(drafter, config.parallel, ranks, machines)
+    if _pooled(config):
         parts["store's buffers"] = config.store.buffer_bytes + 2 ** (pack - 1).bit_length()
     return parts
 
@@ -117,10 +122,15 @@ def producer_host_memory(
 ) -> dict[str, float]:
     pack = payload_bytes(FeatureSpec("", tuple(range(taps)), target.hidden, dtype), int(pack_tokens))
     parts = {"process": PROCESS.value, "packs on their way out": 2 * pack}
-    if config.source.name in ("stream", "hybrid"):
+    if _pooled(config):
         parts["store's segment"] = config.store.segment_bytes
         parts["store's buffers"] = config.store.buffer_bytes
     return parts
+
+
+def _pooled(config: RunConfig) -> bool:
+    """Whether processes lend memory to the store."""
+    return config.source.name in ("stream", "hybrid") and config.store.name == "mooncake"
 
 
 def context_bytes(hardware: Hardware) -> float:
@@ -130,6 +140,13 @@ def context_bytes(hardware: Hardware) -> float:
 
 def _routed_width(config) -> int:
     return (getattr(config, "moe_intermediate_size", 0) or 0) * (getattr(config, "num_experts_per_tok", 0) or 0)
+
+
+def _states(drafter: Drafter, parallel, ranks: int, machines: int) -> dict[str, float]:
+    """Bytes of what a rank trains, in float32."""
+    trained, shards = sum(p.numel() for p in drafter.parameters()), _shards(parallel, ranks, machines)
+    sizes = {"weights": 4, "gradients": 4, "moments": 8}
+    return {f"drafter's {name}": trained * size / shards[name] for name, size in sizes.items()}
 
 
 def _shards(parallel, ranks: int, machines: int) -> dict[str, int]:

@@ -21,13 +21,18 @@ from .show import markdown
 _PLANNED = re.compile(r"^# Planned with: (draftsmith plan (\S+)((?: --[a-z-]+ \S+)*))$", re.MULTILINE)
 
 
-def pages() -> Iterator[tuple[str, str]]:
-    """(file name, Markdown) of each."""
+def planned() -> Iterator[tuple[str, str, dict[str, float]]]:
+    """(recipe, how it was planned, what that says of the volume) of each."""
     for path in sorted(Path(recipes.__path__[0]).glob("*.yaml")):
         if found := _PLANNED.search(path.read_text(encoding="utf-8")):
             words = shlex.split(found[3])
-            options = {key[2:].replace("-", "_"): float(value) for key, value in zip(words[::2], words[1::2])}
-            yield f"{path.stem}.md", markdown(plan_recipe(found[2], [], **options), found[1])
+            yield found[2], found[1], {k[2:].replace("-", "_"): float(v) for k, v in zip(words[::2], words[1::2])}
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """(file name, Markdown) of each."""
+    for recipe, command, volume in planned():
+        yield f"{recipe}.md", markdown(plan_recipe(recipe, [], **volume), command)
 
 
 def main(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trainer.config import RunConfig
@@ -45,28 +45,29 @@ class Plan:
 
 
 def recommend(job: Job) -> dict[str, Any] | None:
-    """How many producers and ranks of all devices finish soonest; None when no split fits. Ranks must divide global_batch."""
+    """How many producers and ranks of all devices finish soonest, and of those with the fewest device-hours; None when no
+    split fits. Ranks must divide global_batch."""
     budget, best = job.hardware.devices, None
-    per_rank = 0 if job.source == "colocated" or job.hardware.host else job.devices_per_producer
     context, groups = job.config.parallel.context, job.config.global_batch
     for ranks in range(context, budget + 1, context):
         if groups % (ranks // context):
             continue
         if job.source == "colocated":
             options = [0]
-        elif job.hardware.host or job.source == "offline":
-            options = [max(1, budget // job.devices_per_producer)]
+        elif job.hardware.host:
+            options = [budget]
         else:
-            options = range(1, (budget - ranks) // per_rank + 1)
+            taken = 0 if job.source == "offline" else ranks  # captures have ended when ranks begin
+            options = range(1, (budget - taken) // job.devices_per_producer + 1)
         for producers in options:
-            if job.window_packs(max(1, producers), ranks) < 1 and job.source in ("stream", "hybrid"):
+            if job.streamed and job.window_packs(producers, ranks) < 1:
                 continue
             if job.fits(producers, ranks):
                 continue
-            seconds = job.seconds(producers, ranks)
-            used = producers * per_rank + ranks
-            if best is None or (seconds, used) < (best["seconds"], best["devices"]):
-                best = {"producers": producers, "ranks": ranks, "devices": used, "seconds": seconds}
+            phases = job.phases(producers, ranks)
+            seconds, hours = sum(p.seconds for p in phases), sum(p.device_hours for p in phases)
+            if best is None or (seconds, hours) < (best["seconds"], best["device_hours"]):
+                best = {"producers": producers, "ranks": ranks, "seconds": seconds, "device_hours": hours}
     if best is not None:
         best["tokens_per_second"] = job.total_tokens / best["seconds"]
     return best
@@ -82,12 +83,11 @@ def make_plan(config: RunConfig, volume: Volume) -> Plan:
     seconds = sum(phase.seconds for phase in phases)
     longest = max(phases, key=lambda phase: phase.seconds)
     rate = job.total_tokens / seconds
-    devices = hardware.devices if hardware.host else producers * job.devices_per_producer + ranks
+    devices = max(phase.devices for phase in phases)
     tokens, packs = job.work.tokens, volume.packs(config.data.pack_tokens)
-    streamed = job.source in ("stream", "hybrid")
-    wire = rate * job.bytes_per_token if streamed else 0.0
-    hours = devices * seconds / 3600
-    inference_rate = tokens / job.producer_seconds
+    wire = rate * job.bytes_per_token if job.streamed else 0.0
+    hours = sum(phase.device_hours for phase in phases)
+    inference_rate = tokens / (job.producer_seconds + job.put_seconds)
     training_rate = tokens / job.rank_seconds(ranks) / config.parallel.context
     trained = sum(p.numel() for p in job.drafter.parameters())
     return Plan(
@@ -133,6 +133,7 @@ def make_plan(config: RunConfig, volume: Volume) -> Plan:
         inference={
             "flops_per_token": job.inference.total / tokens,
             "seconds_per_pack": job.producer_seconds,
+            "put_seconds_per_pack": job.put_seconds,
             "tokens_per_second_per_producer": inference_rate,
             "tokens_per_second": inference_rate * producers,
         },
@@ -156,19 +157,22 @@ def make_plan(config: RunConfig, volume: Volume) -> Plan:
         },
         ledger={
             "requests_per_pack": REQUESTS.value,
-            "requests_per_second": rate / tokens * REQUESTS.value if streamed else 0.0,
+            "requests_per_second": rate / tokens * REQUESTS.value if job.streamed else 0.0,
         },
         window={
-            "packs": job.window_packs(producers, ranks) if streamed else 0.0,
-            "bytes": job.window_packs(producers, ranks) * job.pack_bytes if streamed else 0.0,
-            "needed_packs": math.ceil(rate / tokens * (job.producer_seconds + job.transfer_seconds)) if streamed else 0,
-        },
+            "packs": job.window_packs(producers, ranks),
+            "bytes": job.window_packs(producers, ranks) * job.pack_bytes,
+            "needed_packs": math.ceil(rate / tokens * job.under_way_seconds),
+        }
+        if job.streamed
+        else {},
         memory=job.memory(producers, ranks),
         phases=[
             {
                 "name": phase.name,
                 "tokens": phase.tokens,
                 "seconds": phase.seconds,
+                "device_hours": phase.device_hours,
                 "tokens_per_second": phase.tokens_per_second,
                 "bottleneck": phase.bottleneck,
             }
@@ -191,15 +195,24 @@ def make_plan(config: RunConfig, volume: Volume) -> Plan:
 
 def assumptions(job: Job) -> list[Assumption]:
     """Those that this plan stands on; what was measured is not among them."""
-    hardware = job.hardware
-    found = [Assumption("share of a pack's room that documents fill", FILL, "measured here on best-fit packing")]
-    if not hardware.measured("inference"):
-        found.append(machines.INFERENCE_MFU)
-    if not hardware.measured(job.config.drafter.name):
-        found.append(machines.TRAINING_MFU)
-    if hardware.store_get_bytes_per_second == machines.STORE_RATE.value:
-        found.append(machines.STORE_RATE)
-    if hardware.ledger_requests_per_second == machines.LEDGER_RATE.value:
+    hardware, given = job.hardware, job.config.cluster.hardware
+    found = [FILL] if job.volume.spread else []
+    for key, kind, assumed in (
+        ("inference_mfu", "inference", machines.INFERENCE_MFU),
+        ("training_mfu", job.config.drafter.name, machines.TRAINING_MFU),
+    ):
+        if value := getattr(given, key):
+            found.append(replace(assumed, value=value, source=f"given: cluster.hardware.{key}"))
+        elif not hardware.measured(kind):
+            found.append(assumed)
+    if given.link_bytes_per_second:
+        what = "bytes a second of a node's network, each way"
+        found.append(Assumption(what, given.link_bytes_per_second, "given: cluster.hardware.link_bytes_per_second"))
+    used = {"store_put": machines.PUT_RATE, "store_get": machines.GET_RATE} if job.streamed else {}
+    if job.source in ("offline", "hybrid"):
+        used["disk"] = machines.DISK_RATE
+    found += [a for key, a in used.items() if getattr(hardware, f"{key}_bytes_per_second") == a.value]
+    if job.streamed and hardware.ledger_requests_per_second == machines.LEDGER_RATE.value:
         found.append(machines.LEDGER_RATE)
     if not hardware.host:
         found.append(memory.CONTEXT)
@@ -222,20 +235,26 @@ def assumptions(job: Job) -> list[Assumption]:
 def notes(job: Job, producers: int, ranks: int) -> list[str]:
     """What a person should know beside the numbers."""
     found = job.fits(producers, ranks)
-    hardware = job.hardware
-    used = producers * job.devices_per_producer + ranks
-    if not hardware.host and used > hardware.devices:
+    phases, has = job.phases(producers, ranks), job.hardware.devices
+    if (used := max(phase.devices for phase in phases)) > has:
         found.append(
             f"{producers} producers of {job.devices_per_producer} and {ranks} ranks take {used} devices; cluster.hardware "
-            f"has {hardware.devices}"
+            f"has {has}"
         )
     if job.devices_per_producer > 1:
         found.append(
             f"one copy of the target is spread over {job.devices_per_producer} devices; this project's transformers engine "
             "uses one device, so that such a producer needs an engine with tensor parallelism"
         )
-    if "window" in (phase.bottleneck for phase in job.phases(producers, ranks)):
+    held_up = [phase.bottleneck for phase in phases]
+    if "window" in held_up:
         found.append("the window holds the stream up: raise source.prefetch, or store.segment_bytes")
+    if "prefetch" in held_up:
+        packs = job.packs_per_rank(ranks)
+        found.append(
+            f"a rank takes the {packs:.0f} packs of a step before it computes any, and meanwhile only "
+            f"source.prefetch={job.config.source.prefetch} are made ready, then producers wait: source.prefetch={packs:.0f}"
+        )
     longest = job.config.data.max_document_tokens
     if job.volume.mean_tokens > longest:
         found.append(f"documents are longer than data.max_document_tokens={longest:,} on average: most would be cut")

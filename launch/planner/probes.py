@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data_pipelines.features import Features, FeatureSpec, encode
 from data_pipelines.stores import build_store
 from data_pipelines.stores.config import StoreConfig
 from data_pipelines.stores.mooncake import library_path, master_command, wait_ready
@@ -28,6 +29,7 @@ from data_pipelines.stream.client import LedgerClient
 from data_pipelines.stream.wants import Want, pack_ids
 
 from ..processes import free_port
+from .hardware import BENCH_TOKENS
 
 _HOST = "127.0.0.1"
 SECONDS = 1.0  # of one measurement, about
@@ -112,7 +114,8 @@ def disk_rate(folder: Path) -> float:
 
 
 def store_rates(size: int = 1 << 26, rounds: int = 4) -> tuple[float, float]:
-    """Bytes that one process puts into Mooncake's store, and that another gets from it over loopback TCP."""
+    """Bytes that one process encodes and puts into Mooncake's store, and that another gets from it over loopback TCP. size:
+    of a pack's features, about."""
     port, metrics = free_port(_HOST), free_port(_HOST)
     libraries = ":".join(filter(None, [library_path(), os.environ.get("LD_LIBRARY_PATH", "")]))
     with process(master_command(_HOST, port, metrics), {"LD_LIBRARY_PATH": libraries}) as master:
@@ -124,7 +127,9 @@ def store_rates(size: int = 1 << 26, rounds: int = 4) -> tuple[float, float]:
             for i in range(rounds):
                 holder.stdin.write(f"{i}\n")
                 holder.stdin.flush()
-                puts.append(float(holder.stdout.readline()))
+                seconds, stored = holder.stdout.readline().split()
+                size = int(stored)
+                puts.append(float(seconds))
                 start = time.perf_counter()
                 store.get(f"bench-{i}", size)
                 gets.append(time.perf_counter() - start)
@@ -135,7 +140,7 @@ def store_rates(size: int = 1 << 26, rounds: int = 4) -> tuple[float, float]:
     return size / min(puts), size / min(gets)
 
 
-def ledger_rate(packs: int = 300, tokens: int = 2048) -> float:
+def ledger_rate(packs: int = 300, tokens: int = BENCH_TOKENS) -> float:
     """Requests that one ledger answers, by its CPU time: the five calls of a pack, one after another."""
     with tempfile.TemporaryDirectory(prefix="draftsmith-bench-") as folder:
         config, token, address = (Path(folder) / name for name in ("config.json", "token", "address"))
@@ -199,13 +204,17 @@ def process(
 
 
 def _hold(size: int, master: str) -> None:
-    """The other process of `store_rates`: for each line that it reads it puts an object and writes the seconds."""
-    payload = os.urandom(size)
+    """The other process of `store_rates`: for each line that it reads it encodes and puts a pack, and writes the seconds and
+    its bytes."""
+    spec = FeatureSpec("bench", (0,), 256, "float32")
+    ids = np.arange(size // (2 * 256 * 4))
+    features = Features(torch.randn(len(ids), 1, 256), torch.randn(len(ids), 256))
     store = build_store(StoreConfig("mooncake", master=master), role="producer")
     for line in sys.stdin:
         start = time.perf_counter()
+        payload = encode(features, pack=line.strip(), input_ids=ids, lengths=[len(ids)], spec=spec)
         store.put(f"bench-{line.strip()}", payload)
-        print(time.perf_counter() - start, flush=True)
+        print(time.perf_counter() - start, len(payload), flush=True)
     store.close()
 
 

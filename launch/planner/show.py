@@ -65,6 +65,9 @@ def _summary(plan: Plan) -> list[Row]:
     target, drafter, data, roles = plan.target, plan.drafter, plan.data, plan.roles
     hardware, best = plan.hardware, plan.balance["recommended"]
     vocabulary = f"{drafter['draft_vocabulary']:,} tokens"
+    forward, put = plan.inference["seconds_per_pack"], plan.inference["put_seconds_per_pack"]
+    share = put / (forward + put)
+    putting = f", {share:.0%} of its time encoding and putting" if share > 0.005 else ""
     spread = f" of {roles['devices_per_producer']} devices" if roles["devices_per_producer"] > 1 else ""
     rows = [
         (
@@ -86,7 +89,7 @@ def _summary(plan: Plan) -> list[Row]:
         (
             "inference",
             f"{count(plan.inference['flops_per_token'])}FLOP a token,"
-            f" {plan.inference['tokens_per_second_per_producer']:,.0f} tokens/s a producer",
+            f" {plan.inference['tokens_per_second_per_producer']:,.0f} tokens/s a producer{putting}",
         ),
         (
             "training",
@@ -100,7 +103,7 @@ def _summary(plan: Plan) -> list[Row]:
             f" {size(plan.features['bytes_per_epoch'])} an epoch",
         ),
     ]
-    if roles["source"] in ("stream", "hybrid"):
+    if plan.window:
         links, window = plan.links, plan.window
         rows += [
             (

@@ -44,7 +44,8 @@ def lay_out(config: RunConfig) -> Layout:
     inference_gpus = gpus if slurm.inference.gpus_per_node is None else slurm.inference.gpus_per_node
     heterogeneous = slurm.inference != InferenceNodes()
     producers = cluster.producers if needs_stream(config) else 0
-    if gpus and not heterogeneous and cluster.ranks + producers <= gpus:
+    as_they_fit = not (heterogeneous or slurm.ranks_per_node or slurm.producers_per_node)
+    if gpus and as_they_fit and cluster.ranks + producers <= gpus:
         return Layout(1, cluster.ranks, 0, producers, gpus, gpus, False)
     ranks = min(slurm.ranks_per_node or gpus or cluster.ranks, cluster.ranks)
     if cluster.ranks % ranks:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import socket
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from data_pipelines.errors import UserError
 from data_pipelines.network import own_address
@@ -20,6 +21,9 @@ from ..places import Here, Places, Seat
 from .layout import Layout, lay_out
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+# torchrun would guess whether it is to hold the rendezvous, from what its host name resolves to: every node may get that
+# wrong. srun runs one command on all nodes, hence its option as a variable, which is set where it runs.
+_HOSTED_BY_ONE = '[ "$SLURMD_NODENAME" = "$0" ] && is=true || is=false; exec env PET_RDZV_CONF=is_host=$is "$@"'
 
 
 def nodes_of_this_job(config: RunConfig) -> Places:
@@ -31,8 +35,13 @@ def nodes_of_this_job(config: RunConfig) -> Places:
             fix=f"draftsmith slurm {config.recipe} … submits one; cluster=local runs on this machine",
         )
     if layout.heterogeneous:
-        groups = [_hostnames(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{i}"]) for i in range(2)]
-        trainers, inference = groups
+        lists = [os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i in range(2)]
+        if None in lists:
+            raise UserError(
+                "cluster.slurm.inference asks for a job of two components, and this one has one",
+                fix="salloc <options of the trainer's nodes> : <options of the others>, or let draftsmith slurm submit it",
+            )
+        trainers, inference = map(_hostnames, lists)
     else:
         names = _hostnames(os.environ["SLURM_JOB_NODELIST"])
         trainers, inference = names[: layout.trainer_nodes], names[layout.trainer_nodes :]
@@ -81,7 +90,10 @@ class JobNodes:
 
     def trainer(self) -> Seat:
         gpus = range(self.layout.ranks_per_node if self.layout.gpus else 0)
-        return self._seat(self.trainers, tuple(map(str, gpus)))
+        seat = self._seat(self.trainers, tuple(map(str, gpus)))
+        if self.nodes == 1:
+            return seat
+        return replace(seat, prefix=(*seat.prefix, "sh", "-c", _HOSTED_BY_ONE, self.trainers[0]))
 
     def _gpu(self, slot: int, gpus: int) -> tuple[str, ...]:
         return (str(slot % gpus),) if gpus else ()
@@ -99,11 +111,14 @@ class JobNodes:
         if slurm.container_mounts:
             words.append(f"--container-mounts={','.join(slurm.container_mounts)}")
         host = _node_address(nodes[0]) if inference else self.host
-        return Seat(host, gpus, (*words, *slurm.prefix), slurm.step_python or sys.executable)
+        named = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), slurm.interface) if slurm.interface else {}
+        return Seat(host, gpus, (*words, *slurm.prefix), slurm.step_python or sys.executable, named)
 
 
 def _address(slurm: SlurmConfig, own: str, others: tuple[str, ...]) -> str:
     """Of this node: of the interface that was named, else the one on which the other nodes are reached."""
+    if not slurm.interface and not others and shutil.which("scontrol") is None:
+        return "127.0.0.1"  # in a container without Slurm's client: nobody else has to find it
     if not slurm.interface:
         return own_address(_node_address(others[-1])) if others else _node_address(own)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -120,6 +135,8 @@ def _address(slurm: SlurmConfig, own: str, others: tuple[str, ...]) -> str:
 
 
 def _hostnames(nodelist: str) -> list[str]:
+    if not set(nodelist) & set("[,"):  # n1; not n[1-3]
+        return [nodelist]
     return _ask("scontrol", "show", "hostnames", nodelist).split()
 
 
@@ -133,7 +150,13 @@ def _node_address(name: str) -> str:
 
 
 def _ask(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"there is no {command[0]} here, and a run on several nodes needs Slurm's client",
+            fix="run the launcher outside of the container, or in an image with Slurm's client",
+        ) from error
     if done.returncode:
         raise UserError(f"{command[0]} says: {done.stderr.strip()}", where=" ".join(command))
     return done.stdout

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
-FOLDER = "slurm"  # in the run's folder: job.sh, config.yaml (as submitted), job.json
+FOLDER = "slurm"  # in the run's folder: job.sh, config.yaml (as submitted), job.json, begun
 _JOB = "job.json"
+_BEGUN = "begun"
 
 
 def remember_job(run_dir: Path, job: str) -> None:
@@ -26,5 +28,20 @@ def job_of(run_dir: Path) -> tuple[str, str]:
         )
     except (OSError, subprocess.TimeoutExpired):  # not a machine of the cluster, or a controller that is away
         return job, ""
-    said = asked.stdout.strip() if not asked.returncode else ""  # it fails for jobs that are forgotten
-    return job, said.removesuffix(" (None)")
+    lines = asked.stdout.splitlines() if not asked.returncode else []  # it fails for jobs that are forgotten
+    stands = [line.strip().removesuffix(" (None)") for line in lines]  # one for each component of a heterogeneous job
+    return job, ", ".join(dict.fromkeys(stands))
+
+
+def remember_beginning(run_dir: Path) -> None:
+    """In a Slurm job: config.yaml, and what else is in the run's folder, is this job's from now on."""
+    if job := os.environ.get("SLURM_JOB_ID"):
+        (run_dir / FOLDER).mkdir(exist_ok=True)
+        (run_dir / FOLDER / _BEGUN).write_text(job)
+
+
+def begun_before(run_dir: Path) -> bool:
+    """Whether this Slurm job was requeued after `remember_beginning`."""
+    path = run_dir / FOLDER / _BEGUN
+    requeued = int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+    return requeued and path.exists() and path.read_text() == os.environ.get("SLURM_JOB_ID")

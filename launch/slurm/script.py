@@ -23,9 +23,10 @@ def write_script(configs: list[RunConfig], folder: Path, chdir: Path) -> str:
     text = Path(__file__).with_name("job.sh.j2").read_text()
     template = jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
     return template.render(
-        components=options(configs, folder, chdir),
+        # sbatch takes a line for words, quoted as in a shell.
+        components=[[shlex.quote(option) for option in component] for component in options(configs, folder, chdir)],
         runs=shlex.join(config.run_dir for config in configs),
-        setup=[*(f"module load {module}" for module in slurm.modules), *slurm.setup],
+        setup=[*(f"module load {module} || exit" for module in slurm.modules), *slurm.setup],
         launcher=shlex.join([*slurm.launcher_prefix, slurm.python or sys.executable, "-m", "launch.cli"]),
         requeue=slurm.requeue,
     )

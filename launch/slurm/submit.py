@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_pipelines.errors import UserError
+from data_pipelines.files import write_text_atomically
 from trainer.config import RunConfig, load_config, save_config
 
 from ..preflight import check_data
-from ..records import write_atomically
 from .layout import Layout, lay_out
 from .queue import FOLDER, job_of, remember_job
 from .script import options, write_script
@@ -99,7 +99,7 @@ def _submit(configs: list[RunConfig], folder: Path) -> None:
     for part in (FOLDER, "logs"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     script = folder / FOLDER / "job.sh"
-    write_atomically(script, write_script(configs, folder, Path.cwd()))
+    write_text_atomically(script, write_script(configs, folder, Path.cwd()))
     job = _ask("sbatch", "--parsable", str(script)).strip().partition(";")[0]  # ;<cluster>, where there are several
     for i, config in enumerate(configs):
         remember_job(Path(config.run_dir), f"{job}_{i}" if len(configs) > 1 else job)

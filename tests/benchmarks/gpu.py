@@ -1,15 +1,17 @@
-"""What one GPU makes of it: the demo's whole run, then every drafter at the size of an 8B target.
+"""What one GPU makes of it: every drafter at the size of an 8B target, then the demo's whole run.
 
-    python -m tests.benchmarks.gpu [--device cpu --size tiny --skip-demo]
+    python -m tests.benchmarks.gpu [--minutes 9] [--device cpu --size tiny --skip-demo]
 
 The drafters of the 8B recipes are trained for some steps on made-up features with random weights: the time of a step
-depends on neither. Floating-point operations are counted while a step runs, not estimated. Prints markdown, judges nothing.
+depends on neither. Floating-point operations are counted while a step runs, not estimated. Prints markdown, each row when it
+is known, and judges nothing. The recipes have half of the minutes, each as much, the demo has what is left.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import statistics
 import subprocess
@@ -52,6 +54,7 @@ TINY = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_ke
 TINY |= dict(vocab_size=1024)
 DOCUMENTS = 4  # of equal length in a pack, the second half of each supervised
 WARM_UP = 3
+HEADER = ["recipe", "trained, M", "tokens/s", "MFLOP a token", "of the ceiling (MFU)", "peak, GB", "steps measured"]
 
 
 def shrink(config: RunConfig, target: PretrainedConfig) -> RunConfig:
@@ -86,8 +89,9 @@ def made_up_batch(drafter: Drafter, target: PretrainedConfig, tokens: int, dtype
     return Batch.of(pack, features, dtype=dtype, device=device, address=(0, 0))
 
 
-def measure(recipe: str, world: World, size: str, steps: int) -> dict[str, float]:
-    """Of one micro-batch a step, forward to optimizer: seconds, tokens, operations, bytes at the peak, parameters."""
+def measure(recipe: str, world: World, size: str, steps: int, until: float) -> dict[str, float]:
+    """Of one micro-batch a step, forward to optimizer: seconds, tokens, operations, bytes at the peak, parameters, and the
+    steps that were measured until time.monotonic() was `until`, one at least."""
     kind, shape = TARGETS[recipe]
     target = kind(**shape | (TINY if size == "tiny" else {}))
     config = load_config(recipe, ["data=prompts"])  # no rows are read
@@ -111,22 +115,20 @@ def measure(recipe: str, world: World, size: str, steps: int) -> dict[str, float
         strategy.step(1e-5)
 
     cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(WARM_UP):
-        step()
-    seconds = []
-    for _ in range(steps):
+    seconds: list[float] = []
+    while len(seconds) < WARM_UP + steps and (len(seconds) < 2 or time.monotonic() < until):
         began = time.perf_counter()
         step()
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
+    measured = seconds[min(WARM_UP, len(seconds) - 1) :]
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     with FlopCounterMode(display=False) as counter:
         step()
     return {
-        "seconds": statistics.median(seconds),
+        "seconds": statistics.median(measured),
+        "steps": len(measured),
         "tokens": len(batch.input_ids),
         "flops": counter.get_total_flops(),
         "peak": peak,
@@ -148,13 +150,49 @@ def matmul_rate(device: torch.device, size: int) -> float:
     return 2 * size**3 / min(seconds)
 
 
-def run_demo(run_dir: Path) -> None:
-    subprocess.run([sys.executable, "-m", "launch.cli", "run", "demo", f"run_dir={run_dir}"], check=True)
+def row_of(recipe: str, world: World, size: str, steps: int, until: float, ceiling: float) -> list[str]:
+    """A row of the table: what `measure` says, or that the GPU's memory was not enough."""
+    gc.collect()  # what FSDP keeps of the recipe before refers to itself, weights and all
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        found = measure(recipe, world, size, steps, until)
+    except torch.OutOfMemoryError as error:
+        print(f"{recipe}: {error}", file=sys.stderr, flush=True)
+        return [recipe, "out of memory", *[""] * (len(HEADER) - 2)]
+    kept_to_it = "" if found["steps"] == steps else f" of {steps}: its time was over"
+    return [
+        recipe, f"{found['parameters'] / 1e6:,.1f}", f"{found['tokens'] / found['seconds']:,.0f}",
+        f"{found['flops'] / found['tokens'] / 1e6:,.1f}", f"{found['flops'] / found['seconds'] / ceiling:.1%}",
+        f"{found['peak'] / 1e9:,.1f}", f"{found['steps']}{kept_to_it}",
+    ]  # fmt: skip
+
+
+def demo_overrides(gpus: int) -> list[str]:
+    """As many of the demo's two ranks as there are GPUs for; one where there is none."""
+    return [f"cluster.ranks={max(1, min(2, gpus))}"]
+
+
+def run_demo(run_dir: Path, seconds: float) -> int:
+    """Its exit status; 0 too when it had to be stopped because its time was over."""
+    arguments = ["run", "demo", f"run_dir={run_dir}", *demo_overrides(torch.cuda.device_count())]
+    demo = subprocess.Popen([sys.executable, "-m", "launch.cli", *arguments])
+    try:
+        status = demo.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        demo.terminate()  # it ends the processes of its run itself, and goes on from there when it is started again
+        demo.wait()
+        print(f"\n### The demo\n\nNot done: its time was over after {seconds:,.0f} s (--minutes)", flush=True)
+        return 0
+    if status:
+        return status
     summary = json.loads((run_dir / "summary.json").read_text())
     before, after = (summary["acceptance"][when]["all"]["acceptance_length"] for when in ("before", "after"))
     rows = [["tokens/s", f"{summary['tokens_per_second']:,.0f}"], ["waiting", f"{summary['wait_fraction']:.1%}"]]
     rows += [["acceptance length", f"{before:.2f} → {after:.2f}"], ["lossless", summary["lossless"]]]
     print("\n### The demo\n\n" + markdown(["", ""], rows), flush=True)
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,6 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=("8b", "tiny"), default="8b")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
     parser.add_argument(
         "--peak-tflops", type=float, default=0.0, help="of the GPU's data sheet; default: a product's own"
     )
@@ -173,27 +212,22 @@ def main(argv: list[str] | None = None) -> int:
             "error: this machine shows no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES); --device cpu --size tiny tries the script"
         )
         return 2
+    began, seconds = time.monotonic(), 60 * options.minutes
     with process_group(900) as world:
         name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
         product = matmul_rate(world.device, 8192 if options.size == "8b" else 512)
         ceiling = options.peak_tflops * 1e12 or product
         print(f"{name}, torch {torch.__version__}; a product alone: {product / 1e12:,.2f} TFLOP/s")
-        rows = []
+        print(f"\n### Training alone, one pack a step, size {options.size}\n\n{markdown(HEADER, [])}", flush=True)
         for recipe in TARGETS:
-            found = measure(recipe, world, options.size, options.steps)
-            rate = found["flops"] / found["seconds"]
-            rows.append([
-                recipe, f"{found['parameters'] / 1e6:,.1f}", f"{found['tokens'] / found['seconds']:,.0f}",
-                f"{found['flops'] / found['tokens'] / 1e6:,.1f}", f"{rate / ceiling:.1%}", f"{found['peak'] / 1e9:,.1f}",
-            ])  # fmt: skip
-            print(f"{recipe}: {found['seconds'] * 1000:,.0f} ms a step", file=sys.stderr, flush=True)
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
-        header = ["recipe", "trained, M", "tokens/s", "MFLOP a token", "of the ceiling (MFU)", "peak, GB"]
-        print(f"\n### Training alone, one pack a step, size {options.size}\n\n{markdown(header, rows)}", flush=True)
-    if not options.skip_demo:
-        run_demo(options.run_dir)
-    return 0
+            until = time.monotonic() + seconds / 2 / len(TARGETS)
+            row = row_of(recipe, world, options.size, options.steps, until, ceiling)
+            print(f"| {' | '.join(row)} |", flush=True)
+    if options.skip_demo:
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    return run_demo(options.run_dir, began + seconds - time.monotonic())
 
 
 if __name__ == "__main__":

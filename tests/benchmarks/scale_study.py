@@ -123,7 +123,7 @@ def plot_load(found: dict[str, dict[str, dict[int, Result]]], path: Path) -> Non
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     shown = {
         "ledger": "ledger's loop", "master": "store's master", "rank_nic": "trainer nodes' network",
-        "producer_nic": "inference nodes' network", "window": "window", "wait_fraction": "(ranks wait)",
+        "producer_nic": "inference nodes' network", "window": "window", "lost_fraction": "(time lost)",
     }  # fmt: skip
     for axes, (name, by_variant) in zip(figure.subplots(1, len(found)), found.items()):
         results = by_variant["as it is"]
@@ -131,7 +131,7 @@ def plot_load(found: dict[str, dict[str, dict[int, Result]]], path: Path) -> Non
             style = "--" if text.startswith("(") else "-"
             axes.plot(
                 list(results),
-                [getattr(r, field) for r in results.values()],
+                [max(getattr(r, field), 1e-4) for r in results.values()],  # 0 has no logarithm
                 style,
                 marker="o",
                 markersize=3,
@@ -167,14 +167,17 @@ def plot_failures(found: dict[str, dict[float, Result]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def speed(result: Result) -> str:
+    return f"{result.tokens_per_second / 1e3:,.0f} ({result.lost_fraction:.0%}; {result.wait_fraction:.0%})"
+
+
 def tables(found: dict[str, dict[str, dict[int, Result]]]) -> None:
     for name, by_variant in found.items():
         sizes = list(by_variant["as it is"])
-        print(f"\n**{name}**: thousand tokens/s in all (share of the time that ranks wait)\n")
-        rows = [
-            [variant, *(f"{r.tokens_per_second / 1e3:,.0f} ({r.wait_fraction:.0%})" for r in results.values())]
-            for variant, results in by_variant.items()
-        ]
+        print(
+            f"\n**{name}**: thousand tokens/s in all (share of the time lost; that ranks wait for packs of their own)\n"
+        )
+        rows = [[variant, *map(speed, results.values())] for variant, results in by_variant.items()]
         print(markdown(["", *(f"{ranks:,} ranks" for ranks in sizes)], rows))
         print(f"\n**{name}**, as it is: share of each station's capacity\n")
         fields = {

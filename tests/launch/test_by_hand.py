@@ -62,10 +62,8 @@ def test_store_ledger_producers_and_torchrun_by_hand(tmp_path: Path, start) -> N
     while not (tmp_path / "ledger.json").exists():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    for name in ("a", "b"):
-        start(
-            *draftsmith, "produce", "--ledger", f"http://127.0.0.1:{ledger}", "--token-file", str(token), "--name", name
-        )
+    address = ["--ledger", f"http://127.0.0.1:{ledger}", "--token-file", str(token)]
+    producers = [start(*draftsmith, "produce", *address, "--name", name) for name in ("a", "b")]
     trainer = start(
         python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer.train",
         "--config", str(tmp_path / "config.yaml"),
@@ -73,6 +71,7 @@ def test_store_ledger_producers_and_torchrun_by_hand(tmp_path: Path, start) -> N
     said, _ = trainer.communicate(timeout=150)
     assert trainer.returncode == 0, said
     assert json.loads((tmp_path / "training.json").read_text())["packs"] == 12
+    assert [producer.wait(60) for producer in producers] == [0, 0], "they hold GPUs that nobody needs any more"
     assert main(["export", str(tmp_path)]) == 0
     assert (tmp_path / "export" / "model.safetensors").exists()
     assert (

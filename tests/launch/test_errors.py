@@ -70,6 +70,8 @@ def rows(path: Path, *given: dict) -> str:
         (["run", "ci_eagle3", "global_batch=two"], "two", ""),
         (["run", "ci_eagle3", "source=strem"], "strem", "did you mean stream?"),
         (["run", "ci_eagle3", "just-a-word"], "'just-a-word' is not an override", "write key=value"),
+        (["run", "ci_eagle3", "--config-dir", "/nowhere"], "--config-dir /nowhere is not a folder", ""),
+        (["capture"], "takes a recipe or --config", "draftsmith capture --help"),
         (["run", "ci_eagle3", "global_batch=3"], "global_batch=3 packs cannot be shared out evenly", "a multiple of 2"),
     ],
 )
@@ -79,6 +81,28 @@ def test_a_wrong_command_line_is_refused_with_the_nearest_right_one(
     said = refused(*arguments)
     assert what in said
     assert fix in said
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "simulate", "prepare", "slurm"])
+def test_recipes_and_groups_of_ones_own(refused: Refused, tmp_path: Path, command: str) -> None:
+    (tmp_path / "own" / "cluster").mkdir(parents=True)
+    (tmp_path / "own" / "cluster" / "my_site.yaml").write_text("defaults: [schema, _self_]\nhang_seconds: -7\n")
+    said = refused(command, "ci_eagle3", "cluster=my_site", "--config-dir", str(tmp_path / "own"))
+    assert "cluster.hang_seconds=-7" in said
+
+
+@pytest.mark.parametrize("command", ["status", "produce"])
+@pytest.mark.parametrize("address", ["http://host:port", "localhost:8700", "http://"])
+def test_an_address_that_is_none(refused: Refused, tmp_path: Path, command: str, address: str) -> None:
+    (tmp_path / "token").write_text("secret")
+    said = refused(command, "--ledger", address, "--token-file", str(tmp_path / "token"))
+    assert f"the ledger's address {address!r} is not http://host:port" in said
+
+
+def test_a_ledger_that_has_begun_takes_no_other_values(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "ledger.json").write_text("{}")
+    said = refused("ledger", str(tmp_path), "cluster.ledger_port=9000")
+    assert "has begun already: cluster.ledger_port=9000 would change nothing" in said
 
 
 def test_a_target_that_does_not_exist(refused: Refused, smoke: list[str]) -> None:

@@ -55,18 +55,19 @@ def test_the_status_shows_the_ranks_and_the_curve_also_after_the_ledger_was_rest
         wait_until(lambda: [point["step"] for point in ledger.status()["curve"]] == [0, 1, 2, 3, 4], 20)
     finally:
         for reporter in reporters:
-            reporter.close()
+            reporter.close(done=False)
+        assert not ledger.status()["finished"]
         ledger.stop()
 
 
 def test_without_a_ledger_nothing_is_reported_and_one_that_is_away_does_no_harm(tmp_path, caplog):
-    Reporter(None, Progress(0, 1), rank(0), "s", tmp_path).close()
+    Reporter(None, Progress(0, 1), rank(0), "s", tmp_path).close(done=True)
     ledger = LedgerThread(tmp_path)
     client = ledger.client()
     ledger.stop()
     reporter = Reporter(client, Progress(0, 1), rank(0), "s", tmp_path)
     wait_until(lambda: "no report to the ledger" in caplog.text, 20)
-    reporter.close()
+    reporter.close(done=True)
     assert caplog.text.count("no report to the ledger") == 1
 
 

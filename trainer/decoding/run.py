@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from data_pipelines.conversations.rendering import stop_ids
 from data_pipelines.conversations.rows import read_rows
 from data_pipelines.engines import Target, resolve_target
 from data_pipelines.errors import UserError
+from data_pipelines.files import write_text_atomically
 
 from ..config import RunConfig
 from ..drafters.base import Drafter
@@ -77,8 +77,4 @@ def _kept_reference(
 
 
 def write_json(path: Path, value: Any, indent: int = 1) -> None:
-    """The file is the old one or the new one, whoever is killed meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=indent) + "\n")
-    os.replace(temporary, path)
+    write_text_atomically(path, json.dumps(value, indent=indent) + "\n")

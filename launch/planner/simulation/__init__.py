@@ -29,26 +29,26 @@ def simulate(scenario: Scenario, *, skipped: int = 1) -> Result:
 
 
 class _Counted:
-    """The counters of a world at the end of each step."""
+    """The counters of a world when so many steps were done for the first time: what a restart undoes has taken its time."""
 
     def __init__(self, world: World, producers: list[Producer]):
         self._world, self._producers = world, producers
-        self._at: dict[int, tuple[float, ...]] = {}
-        self._look()
+        self._at = {0: self._look()}
         world.env.process(self._watch())
 
     def _watch(self) -> Steps:
         while True:
             yield self._world.stepped.wait()
-            self._look()
+            self._at.setdefault(len(self._world.history), self._look())
 
-    def _look(self) -> None:
+    def _look(self) -> tuple[float, ...]:
         for producer in self._producers:
             producer.count()
         world = self._world
         nics = [*world.store.rank_nics, *world.store.producer_nics]
-        self._at[len(world.history)] = (
+        return (
             world.env.now,
+            world.tally.waited,
             world.tally.idle,
             world.tally.lived,
             world.store.master.busy,
@@ -62,8 +62,8 @@ class _Counted:
         world, s, t = self._world, self._world.scenario, self._world.tally
         if len(world.history) <= skipped:
             raise UserError(f"only {len(world.history)} steps were simulated", fix="raise max_seconds")
-        pairs = zip(self._at[skipped], self._at[len(world.history)])
-        seconds, idle, lived, master, queued, requests, *busy = (after - before for before, after in pairs)
+        pairs = zip(self._at[skipped], self._look())
+        seconds, waited, idle, lived, master, queued, requests, *busy = (after - before for before, after in pairs)
         loops, nics = busy[: s.ledgers], busy[s.ledgers :]
         ranks = len(world.store.rank_nics)
         steps = len(world.history) - skipped
@@ -72,7 +72,8 @@ class _Counted:
             steps=len(world.history),
             steps_per_second=steps / seconds,
             tokens_per_second=steps * s.ranks * s.packs_per_rank * s.tokens / seconds,
-            wait_fraction=sum(waited for waited, _ in world.history[skipped:]) / seconds,
+            lost_fraction=max(0.0, 1 - sum(worked for worked, _ in world.history[skipped:]) / seconds),
+            wait_fraction=waited / s.ranks / seconds,
             idle_fraction=idle / lived,
             ledger=max(loops) / seconds,
             ledger_queue=queued / requests,

@@ -177,18 +177,20 @@ class Rank:
                     asked = world.env.now
                     while not self._fetched:
                         yield self._changed.wait()
-                    world.waited += world.env.now - asked
+                    world.tally.waited += world.env.now - asked
                     world.taken.append(self._fetched.popleft())
                     self._changed.fire()
                 yield world.barrier.wait()
-                yield world.env.timeout(sum(scenario.step.draw(self._random) for _ in range(scenario.packs_per_rank)))
+                seconds = sum(scenario.step.draw(self._random) for _ in range(scenario.packs_per_rank))
+                world.worked += seconds
+                yield world.env.timeout(seconds)
                 yield world.barrier.wait()
                 if self.rank == 0:
-                    waited, taken = world.waited / scenario.ranks, tuple(world.taken)
-                    world.waited, world.taken = 0.0, []
+                    worked, taken = world.worked / scenario.ranks + scenario.sync, tuple(world.taken)
+                    world.worked, world.taken = 0.0, []
                 yield world.env.timeout(scenario.sync)
                 if self.rank == 0:
-                    world.history.append((waited, taken))
+                    world.history.append((worked, taken))
                     world.stepped.fire()
                     if step + 1 == (scenario.stop_after or scenario.steps):
                         world.finished.succeed()
@@ -205,7 +207,7 @@ def trainer(world: World) -> Steps:
     for life in count():
         start = len(world.history)
         world.session, world.barrier = f"session{life}", Barrier(env, scenario.ranks)
-        world.waited, world.taken = 0.0, []
+        world.worked, world.taken = 0.0, []
         ranks = [Rank(world, rank, start) for rank in range(scenario.ranks)]
         death = (
             env.timeout(draw.expovariate(scenario.ranks / scenario.rank_mtbf)) if scenario.rank_mtbf else env.event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 
 from data_pipelines.errors import UserError
 
@@ -12,7 +13,7 @@ from ..command import read_asked
 from ..job import WINDOW_SHARE, Job, make_job
 from . import simulate
 from .parts import Spread
-from .scenario import Costs, Result, Scenario
+from .scenario import Result, Scenario
 
 COMPUTE_SPREAD = 0.1  # standard deviation of a forward, in means: packs are filled to different degrees. A guess
 SKIPPED = 4  # steps in which the pipeline fills
@@ -20,6 +21,7 @@ _HOUR = 3600.0
 
 
 def command(arguments: argparse.Namespace) -> None:
+    _check(arguments)
     scenario = scenario_of(
         make_job(*read_asked(arguments)),
         steps=arguments.steps,
@@ -36,10 +38,21 @@ def command(arguments: argparse.Namespace) -> None:
         print(f"{name:<44} {value:>12}")
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises UserError for a number that means nothing."""
+    if arguments.steps < 1:
+        raise UserError(f"--steps {arguments.steps}; it must be at least 1")
+    for flag in ("producer_mtbf", "rank_mtbf"):
+        hours = getattr(arguments, flag)
+        if not 0 <= hours < math.inf:
+            raise UserError(f"--{flag.replace('_', '-')} {hours:g}; it must be hours", fix="0 if none ever dies")
+
+
 def scenario_of(job: Job, *, steps: int, **more) -> Scenario:
     """A run of so many steps, with the plan's seconds and bytes. more: other fields of a Scenario.
 
-    Raises UserError for a run without a stream.
+    Raises UserError for a run without a stream, and for ranks that die in one which ends before its first checkpoint: each
+    death would undo all of it, in the run itself never more than `checkpoint.every` steps.
     """
     config, hardware = job.config, job.hardware
     ranks, producers = config.cluster.ranks // config.parallel.context, config.cluster.producers
@@ -47,6 +60,12 @@ def scenario_of(job: Job, *, steps: int, **more) -> Scenario:
         raise UserError(f"source={job.source} has no stream to simulate", fix="source=stream")
     if config.global_batch % ranks:
         raise UserError(f"global_batch={config.global_batch} is no multiple of {ranks} ranks", fix="set global_batch")
+    every = config.checkpoint.every
+    if more.get("rank_mtbf") and not 0 < every <= steps:
+        raise UserError(
+            f"ranks die, and {steps} steps are simulated with checkpoint.every={every}: no checkpoint is reached",
+            fix=f"--steps {10 * every}, or a smaller checkpoint.every" if every else "set checkpoint.every",
+        )
     packs = config.global_batch // ranks
     lent = producers * config.store.segment_bytes if config.store.name == "mooncake" else 0
     link = hardware.link_bytes_per_second * machines.LINK_SHARE.value
@@ -65,13 +84,13 @@ def scenario_of(job: Job, *, steps: int, **more) -> Scenario:
         window_bytes=config.source.window_bytes or int(WINDOW_SHARE * lent),
         lease_seconds=config.source.lease_seconds,
         max_attempts=config.source.max_attempts,
-        checkpoint_every=config.checkpoint.every,
+        checkpoint_every=every,
         producer_nic=link,
         producers_per_nic=max(1, hardware.devices_per_node // job.devices_per_producer),
         rank_nic=link,
         ranks_per_nic=max(1, hardware.devices_per_node // config.parallel.context),
-        flow_rate=min(hardware.store_get_bytes_per_second, hardware.store_put_bytes_per_second),
-        **{"costs": Costs(), **more},
+        flow_rate=hardware.store_get_bytes_per_second,
+        **{"costs": hardware.costs, **more},
     )
 
 
@@ -81,7 +100,8 @@ def rows(scenario: Scenario, result: Result) -> list[tuple[str, str]]:
         ("ranks, producers, ledgers", f"{scenario.ranks}, {scenario.producers}, {scenario.ledgers}"),
         ("tokens a second", f"{result.tokens_per_second:,.0f}"),
         ("steps a second", f"{result.steps_per_second:.3g}"),
-        ("share of their time that ranks wait for data", f"{result.wait_fraction:.1%}"),
+        ("share of the time lost: not a step's own", f"{result.lost_fraction:.1%}"),
+        ("… that ranks wait for packs of their own", f"{result.wait_fraction:.1%}"),
         ("… that producers wait for work", f"{result.idle_fraction:.1%}"),
         ("the busiest ledger's load", f"{result.ledger:.1%}"),
         ("requests to all ledgers a second", f"{result.requests_per_second:,.0f}"),

@@ -170,8 +170,10 @@ class Spread:
 
 @dataclass
 class Tally:
-    """What happened, beside the steps. Seconds of all producers together: idle, waiting for a lease; lived."""
+    """What happened, beside the steps. waited: seconds of all ranks together, for packs. Of all producers together: idle,
+    waiting for a lease; lived."""
 
+    waited: float = 0.0
     idle: float = 0.0
     lived: float = 0.0
     computed: int = 0

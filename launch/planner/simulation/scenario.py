@@ -101,10 +101,12 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Result:
-    """steps: when each was done, of the history that ends in the last checkpoint. Fractions are of the time of that history
-    after its first `skipped` steps (the pipeline fills once).
+    """steps: those that were done and not undone by a restart. Rates and fractions are of all the time since `skipped` steps
+    were done first (the pipeline fills once), what restarts took and undid included.
 
-    wait_fraction: of the ranks' time, as `metrics.jsonl` has it. idle_fraction: of the producers' time, waiting for a lease.
+    lost_fraction: of that time, in which no rank works on a step that stays: 1 − their own time / all. wait_fraction: of the
+    ranks' time, for packs of their own, as `metrics.jsonl` has it; one late pack holds all ranks up, and only its own counts
+    as waiting. idle_fraction: of the producers' time, waiting for a lease.
     ledger, master, rank_nic, producer_nic: the busiest one's share of its capacity. ledger_queue: mean seconds that a request
     waits for its turn. trained: packs of the final history, in order.
     """
@@ -113,6 +115,7 @@ class Result:
     steps: int
     steps_per_second: float
     tokens_per_second: float
+    lost_fraction: float
     wait_fraction: float
     idle_fraction: float
     ledger: float

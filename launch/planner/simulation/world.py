@@ -122,7 +122,8 @@ class Store:
 
 
 class World:
-    """What all actors share. history: of each step that is done, and not undone by a restart, its mean wait and its packs."""
+    """What all actors share. history: of each step that is done, and not undone by a restart, the mean seconds for which a
+    rank worked on it, and its packs."""
 
     def __init__(self, scenario: Scenario):
         self.scenario, self.env, self.tally = scenario, simpy.Environment(), Tally()
@@ -131,7 +132,7 @@ class World:
         self.barrier = Barrier(self.env, scenario.ranks)
         self.session = ""
         self.history: list[tuple[float, tuple[int, ...]]] = []
-        self.waited = 0.0  # of all ranks, in the present step
+        self.worked = 0.0  # of all ranks, in the present step
         self.taken: list[int] = []  # likewise
         self.stepped, self.finished = Signal(self.env), self.env.event()
 

@@ -6,15 +6,19 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from data_pipelines.errors import UserError
-from launch.planner.command import plan_recipe
+from data_pipelines.packing import best_fit
+from launch.planner.command import plan_recipe, read_recipe
 from launch.planner.hardware import TABLE, resolve_hardware
 from launch.planner.job import make_job
-from launch.planner.pages import pages
+from launch.planner.pages import pages, planned
 from launch.planner.show import markdown, print_plan, tables
+from launch.planner.simulation import simulate
+from launch.planner.simulation.command import scenario_of
 from launch.planner.volume import Volume
 from trainer.cluster import HardwareConfig
 from trainer.config import load_config
@@ -59,8 +63,10 @@ def test_the_balanced_ratio_balances():
     ("bottleneck", "overrides"),
     [
         ("inference", ["cluster.producers=1", "cluster.ranks=4"]),
-        ("training", ["cluster.producers=7", "cluster.ranks=1"]),
-        ("window", ["source.prefetch=1", "cluster.ranks=2", "cluster.producers=64", "cluster.hardware.nodes=10"]),
+        ("training", ["cluster.producers=7", "cluster.ranks=1", "source.prefetch=8"]),
+        ("prefetch", ["cluster.producers=4", "cluster.ranks=1"]),
+        ("window", ["source.prefetch=1", "cluster.ranks=2", "cluster.producers=64", "cluster.hardware.nodes=10",
+                    "global_batch=2"]),
         (
             "network of the trainer nodes",
             ["cluster.hardware.nodes=3", "cluster.producers=16", "cluster.ranks=8",
@@ -75,6 +81,29 @@ def test_what_holds_a_run_up_is_named(bottleneck, overrides):
     assert any(bottleneck in cell for row in tables(plan)[0][2] for cell in row)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "volume", "overrides"),
+    [
+        *((recipe, volume, []) for recipe, _, volume in planned()),
+        ("qwen3_8b_mtp", GIVEN, ["source.prefetch=4"]),  # producers wait for ranks, ranks for producers
+        ("kimi_k2_eagle3", GIVEN, ["cluster.producers=2"]),
+        ("llama31_8b_eagle3", GIVEN, ["source.prefetch=1", "global_batch=4"]),  # the window is full
+    ],
+)  # fmt: skip
+def test_a_plan_is_what_its_simulation_says(recipe, volume, overrides):
+    plan = plan_recipe(recipe, overrides, **volume)
+    job = make_job(*read_recipe(recipe, overrides, **volume))
+    simulated = simulate(scenario_of(job, steps=4), skipped=4)
+    assert plan.tokens_per_second == pytest.approx(simulated.tokens_per_second, rel=0.08)
+    assert overrides or plan.bottleneck != "prefetch", f"{recipe} lets its producers idle: raise source.prefetch"
+
+
+def test_producers_are_told_to_wait_by_too_little_prefetch():
+    few, enough = (plan_recipe("qwen3_8b_mtp", [f"source.prefetch={n}"], **GIVEN) for n in (4, 16))
+    assert few.bottleneck == "prefetch" and any("source.prefetch=16" in note for note in few.notes)
+    assert enough.tokens_per_second > 1.5 * few.tokens_per_second and "prefetch" not in enough.limits
+
+
 def test_time_is_made_of_phases_and_money_of_time():
     streamed = plan_recipe("demo", ["cluster.hardware.price_per_hour=3"], samples=1000, tokens=96298)
     assert [phase["name"] for phase in streamed.phases] == ["streamed", "from the cache"]
@@ -85,6 +114,53 @@ def test_time_is_made_of_phases_and_money_of_time():
         other = plan_recipe("demo", [f"source={source}"], samples=1000, tokens=96298)
         assert other.data["trained_tokens"] == streamed.data["trained_tokens"]
         assert other.ledger["requests_per_second"] == 0
+
+
+def test_captures_and_ranks_take_turns_on_their_devices():
+    def plan(*more):
+        return plan_recipe("llama31_8b_eagle3", ["source=offline", *more], **GIVEN)
+
+    best = plan().balance["recommended"]
+    chosen = plan(f"cluster.producers={best['producers']}", f"cluster.ranks={best['ranks']}")
+    assert (chosen.seconds, chosen.device_hours) == pytest.approx((best["seconds"], best["device_hours"]))
+    assert chosen.device_hours <= plan().device_hours and chosen.seconds <= plan().seconds
+    everybody = plan("cluster.producers=8", "cluster.ranks=8", "cluster.hardware.price_per_hour=2")
+    assert not any("take" in note for note in everybody.notes)  # 8 devices, one after the other
+    assert everybody.device_hours == pytest.approx(8 * everybody.seconds / 3600)
+    assert everybody.cost == pytest.approx(2 * everybody.device_hours)
+
+
+def test_what_is_given_is_listed_as_given():
+    overrides = ["cluster.hardware.inference_mfu=0.95", "cluster.hardware.training_mfu=0.9", "source=offline"]
+    plan = plan_recipe("llama31_8b_eagle3", overrides, **GIVEN)
+    assert {a["value"] for a in plan.assumptions if a["source"].startswith("given: cluster")} == {0.95, 0.9}
+    assert any(a["value"] == 2e9 and "disk" in a["name"] for a in plan.assumptions)
+
+
+def test_memory_of_the_host_is_checked():
+    def plan(*more):
+        return plan_recipe("llama31_8b_eagle3", [*more], **GIVEN)
+
+    assert not any("host memory" in note for note in plan().notes)
+    crowded = plan("store.segment_bytes=600000000000")  # four of them on a node of 2 TB
+    assert any("host memory" in note and "store's segment" in note for note in crowded.notes)
+    assert crowded.balance["recommended"]["producers"] == 3
+    here, there = plan().memory, plan("parallel.cpu_offload=true").memory
+    states = {part for part in here["rank"] if part.startswith("drafter's ") and "gathered" not in part}
+    assert len(states) == 3 and not states & set(there["rank"])
+    assert {part: here["rank"][part] for part in states} == {part: there["rank_host"][part] for part in states}
+
+
+@pytest.mark.parametrize("mean", [300, 1000, 2000, 2049, 3000])
+def test_packs_are_as_full_as_best_fit_makes_them(mean):
+    draw, spread, room = np.random.default_rng(0), 0.5, 4096
+    sigma = np.log(1 + spread**2) ** 0.5
+    lengths = np.minimum(draw.lognormal(np.log(mean) - sigma**2 / 2, sigma, 4000).astype(int) + 1, room)
+    packs = best_fit(lengths.tolist(), room).max() + 1
+    assert Volume(len(lengths), mean, 0.6, spread=spread).tokens_per_pack(room) == pytest.approx(
+        lengths.sum() / packs, rel=0.04
+    )
+    assert Volume(99, mean, 0.6, spread=0.0).tokens_per_pack(room) == room // mean * mean
 
 
 def test_memory_follows_the_parallel_mode():
@@ -110,8 +186,8 @@ def test_a_target_that_does_not_fit_takes_more_devices():
 
 def test_the_features_of_a_published_run():
     """TorchSpec: about 7 GB for a sequence of 128K tokens of Kimi-K2.5 (7168 wide, three taps and the final state)."""
-    job = job_of("data.pack_tokens=131072", "data.max_document_tokens=131072", "parallel.context=1",
-                 "store.segment_bytes=68719476736", recipe="kimi_k2_eagle3", volume=Volume(1000, 131072, 0.6))  # fmt: skip
+    long = ["data.pack_tokens=131072", "data.max_document_tokens=131072", "store.segment_bytes=68719476736"]
+    job = job_of(*long, recipe="kimi_k2_eagle3", volume=Volume(1000, 131072, 0.6, spread=0.0))
     assert job.pack_bytes / 2**30 == pytest.approx(7.0, rel=0.01)
 
 
@@ -122,8 +198,11 @@ def test_hardware_comes_from_the_table_or_from_a_file(tmp_path):
         assert hardware.source and hardware.devices == 3 * hardware.devices_per_node
     file = tmp_path / "node.yaml"
     file.write_text(yaml.safe_dump({**rows["h100"], "mfu": {"inference": 0.5}, "ledger_requests_per_second": 10.0}))
-    plan = plan_recipe("llama31_8b_eagle3", [f"cluster.hardware.device={file}"], **GIVEN)
+    overrides = [f"cluster.hardware.device={file}"]
+    plan = plan_recipe("llama31_8b_eagle3", overrides, **GIVEN)
     assert plan.limits["ledger"] < plan.limits["training"] and plan.bottleneck == "ledger"
+    simulated = simulate(scenario_of(make_job(*read_recipe("llama31_8b_eagle3", overrides, **GIVEN)), steps=20))
+    assert plan.tokens_per_second == pytest.approx(simulated.tokens_per_second, rel=0.15)  # a full ledger wakes fewer
     assert not any("prefill" in a["name"] for a in plan.assumptions)  # what was measured is no assumption
     given = resolve_hardware(HardwareConfig(device=str(file), inference_mfu=0.7, training_mfu=0.1))
     assert (given.efficiency("inference"), given.efficiency("mtp")) == (0.7, 0.1)
@@ -138,6 +217,11 @@ def test_hardware_comes_from_the_table_or_from_a_file(tmp_path):
         ([], {}, "names no data, and nothing says how much"),
         ([], {"samples": 10.0, "mean_tokens": 10.0, "tokens": 10.0}, "are all given"),
         ([], {"samples": 0.0, "mean_tokens": 10.0}, "--samples 0"),
+        ([], {"samples": float("inf"), "mean_tokens": 10.0}, "--samples inf"),
+        ([], {"samples": 10.0, "mean_tokens": float("nan")}, "--mean-tokens nan"),
+        ([], {"tokens": 1e12}, "--tokens alone"),
+        ([], {"mean_tokens": 10.0}, "--mean-tokens alone"),
+        ([], {"samples": 100.0, "tokens": 10.0}, "100 documents of 0.1 tokens"),
         ([], {**GIVEN, "supervised": 2.0}, "not a share"),
         (["store.segment_bytes=1000000"], GIVEN, "more than the window"),
         (["target.path=deepseek-ai/DeepSeek-V3", "cluster.hardware.device=small"], GIVEN, "do not hold it"),

@@ -48,6 +48,15 @@ def test_what_was_done_since_the_last_checkpoint_is_done_again():
     assert [sorted(step) for step in seldom.trained] == [list(range(8 * s, 8 * s + 8)) for s in range(60)]
 
 
+def test_what_deaths_of_ranks_cost_is_in_the_rates():
+    """Without checkpoints each one undoes everything, and the whole run's time has to hold all lives."""
+    scenario = changed(RUN, rank_mtbf=20.0, trainer_restart=10.0)
+    result, calm = simulate(scenario, skipped=5), simulate(RUN, skipped=5)
+    assert result.trainer_restarts >= 2 and result.steps == calm.steps
+    assert result.seconds > calm.seconds + 10.0 * result.trainer_restarts
+    assert result.lost_fraction == pytest.approx(1 - 0.2 * 55 / result.seconds)
+
+
 def test_the_beginning_of_a_run_is_the_same_however_long_it_is():
     """At its end nothing is wanted any more, and stations stand idle: rates are taken before."""
     whole, part = simulate(MISFORTUNE), simulate(changed(MISFORTUNE, stop_after=30))
@@ -70,6 +79,16 @@ def test_bound_by_producers():
     result = simulate(changed(RUN, compute=Spread(0.4)))
     assert result.steps_per_second == pytest.approx(4 / 0.4 / 8, rel=0.01)
     assert result.idle_fraction < 0.01 and result.wait_fraction == pytest.approx(1 - 0.2 / 0.8, rel=0.05)
+    assert result.lost_fraction == pytest.approx(1 - 0.2 / 0.8, rel=0.01)
+
+
+def test_who_is_held_up_by_another_ranks_late_pack_loses_time_too():
+    """Seven packs come at once and the eighth late: one rank waits for it, at the barrier all do."""
+    result = simulate(changed(RUN, producers=2, compute=Spread(0.2), ranks=8, packs_per_rank=1))
+    assert result.steps_per_second == pytest.approx(2 / 0.2 / 8, rel=0.02)
+    assert (
+        result.lost_fraction == pytest.approx(1 - 0.1 / 0.8, rel=0.02) and result.wait_fraction < result.lost_fraction
+    )
 
 
 def test_bound_by_ranks():
@@ -83,6 +102,7 @@ def test_bound_by_the_slowest_rank():
     """The mean of the largest of four exponential-like draws is above their mean: synchronous steps wait."""
     even, uneven = (simulate(changed(RUN, producers=16, step=Spread(0.1, cv))) for cv in (0.0, 0.5))
     assert uneven.steps_per_second < 0.85 * even.steps_per_second
+    assert even.lost_fraction < 0.01 < 0.1 < uneven.lost_fraction and uneven.wait_fraction < 0.01
 
 
 def test_bound_by_the_ledger():

@@ -44,6 +44,7 @@ def test_the_command_prints_it(capsys):
     assert main([*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["steps"] == 8 and 0 < told["ledger"] < 1 and told["tokens_per_second"] > 1e4
+    assert 0 <= told["wait_fraction"] <= told["lost_fraction"] < 1
     assert main(arguments) == 0
     assert f"{told['tokens_per_second']:,.0f}" in capsys.readouterr().out
 
@@ -53,3 +54,21 @@ def test_what_has_no_stream_or_does_not_divide_is_refused():
         scenario_of(job_of("source=colocated"), steps=1)
     with pytest.raises(UserError, match="ledgers"):
         scenario_of(job_of(), steps=1, ledgers=9)
+
+
+def test_ranks_that_die_before_the_first_checkpoint_are_refused():
+    for every, fix in ((1000, "--steps 10000"), (0, "checkpoint.every")):
+        with pytest.raises(UserError, match=f"checkpoint.every={every}: no checkpoint") as refused:
+            scenario_of(job_of(f"checkpoint.every={every}"), steps=999, rank_mtbf=3600.0)
+        assert fix in refused.value.fix
+    assert scenario_of(job_of("checkpoint.every=1000"), steps=1000, rank_mtbf=3600.0).checkpoint_every == 1000
+
+
+@pytest.mark.parametrize(
+    "given",
+    [("--steps", "0"), ("--steps", "-3"), ("--producer-mtbf", "-1"), ("--rank-mtbf", "nan"), ("--rank-mtbf", "inf")],
+)
+def test_a_number_that_means_nothing_is_named(given, capsys):
+    volume = ["--samples", "120e3", "--mean-tokens", "1000"]
+    assert main(["simulate", RECIPE, *volume, "=".join(given)]) == 2
+    assert " ".join(given) in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """A real Slurm on this machine: munged, slurmctld and three slurmd, all in one folder and on free ports.
 
 Debian's and Ubuntu's slurmd is built to allow several on one host (`slurmd -N`). Nothing is emulated but the other
-machines: all nodes have the loopback's address.
+machines: all nodes have this one's address.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from getpass import getuser
 from pathlib import Path
+
+from data_pipelines.network import own_address
 
 NODES = ("n1", "n2", "n3")
 _PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
@@ -39,6 +41,14 @@ def _find(program: str) -> str | None:
     return shutil.which(program, path=f"{os.environ['PATH']}:{_SBIN}")
 
 
+def address() -> str:
+    """Of this machine on its network: no loopback, which torchrun takes for its own on every node."""
+    try:
+        return own_address("192.0.2.1")  # RFC 5737: nobody's
+    except OSError:
+        return "127.0.0.1"
+
+
 def _free_ports(count: int) -> list[int]:
     probes = [socket.socket() for _ in range(count)]
     for probe in probes:
@@ -51,7 +61,7 @@ def _free_ports(count: int) -> list[int]:
 
 def _write_configuration(folder: Path) -> Path:
     controller, *ports = _free_ports(1 + len(NODES))
-    node = "NodeHostname=localhost NodeAddr=127.0.0.1 CPUs=2 RealMemory=8000"
+    node = f"NodeHostname=localhost NodeAddr={address()} CPUs=2 RealMemory=8000"
     text = f"""
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -74,7 +84,7 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=0
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
-KillWait=5
+KillWait=60
 PartitionName=all Nodes=n[1-3] Default=YES MaxTime=30
 PartitionName=training Nodes=n[1-2] MaxTime=30
 PartitionName=inference Nodes=n3 MaxTime=30

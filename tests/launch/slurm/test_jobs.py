@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from launch.cli import main
+from trainer.checkpoint import newest_step
 
 from ..runs import read_summary, steps
 from . import site
@@ -118,9 +119,9 @@ def story(run_dir: Path) -> str:
 @pytest.fixture(scope="module")
 def swept(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two runs as one array, one after the other since each takes all nodes. What is swept does not touch the weights; the
-    second one is preempted, as Slurm does it before the time limit."""
-    folder = tmp_path_factory.mktemp("swept")
-    job = slurm.submit(folder, "checkpoint.every=3,100")
+    second one is preempted, as Slurm does it before the time limit; what it was told to begin with does not hold again."""
+    folder = tmp_path_factory.mktemp("swept") / "two runs"
+    job = slurm.submit(folder, "resume=never", "checkpoint.every=3,100")
     first, second = folder / "checkpoint.every=3", folder / "checkpoint.every=100"
     site.until(lambda: steps(second) >= 2 or slurm.ended(f"{job}_1"), 300)
     slurm.preempt(f"{job}_1")
@@ -147,6 +148,17 @@ def test_preempted_requeued_and_resumed_to_the_same_weights(swept: tuple[Path, P
     assert read_summary(preempted)["weights_sha256"] == read_summary(undisturbed)["weights_sha256"]
 
 
+def test_scancel_leaves_a_checkpoint(slurm: Slurm, tmp_path: Path) -> None:
+    """Slurm tells the script, the launcher and the steps, all at once."""
+    run_dir = tmp_path / "cancelled"
+    job = slurm.submit(run_dir, "max_steps=0", "epochs=20", "checkpoint.every=0")
+    site.until(lambda: steps(run_dir) >= 2 or slurm.ended(job), 240)
+    slurm.ask("scancel", job)
+    site.until(lambda: "stopped: " in (run_dir / "logs" / "launcher.log").read_text(), 90)
+    assert newest_step(run_dir) >= 2, story(run_dir)
+    site.until(lambda: slurm.ended(job), 30)
+
+
 def test_a_heterogeneous_job_while_it_waits_hangs_and_is_done(
     slurm: Slurm, swept: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -154,6 +166,8 @@ def test_a_heterogeneous_job_while_it_waits_hangs_and_is_done(
     run_dir = tmp_path / "heterogeneous"
     judged = ["evaluate=chain", "evaluate.max_prompts=4", "evaluate.max_new_tokens=16"]
     judged += ["cluster.hang_seconds=5", "source.lease_seconds=5"]
+    device = next(n for n, found in psutil.net_if_addrs().items() if site.address() in (a.address for a in found))
+    judged.append(f"cluster.slurm.interface={device}")
     partitions = ["cluster.slurm.partition=training", "cluster.slurm.inference.partition=inference"]
     slurm.ask("scontrol", "update", "PartitionName=inference", "State=DOWN")
     job = slurm.submit(run_dir, *judged, *partitions)
@@ -162,7 +176,9 @@ def test_a_heterogeneous_job_while_it_waits_hangs_and_is_done(
     assert status == 2 and f"job {job} of this run is PENDING" in said
     slurm.ask("scontrol", "update", "PartitionName=inference", "State=UP")
     site.until(lambda: steps(run_dir) >= 1, 240)
-    producer_of(run_dir).suspend()
+    producer = producer_of(run_dir)
+    assert producer.environ()["GLOO_SOCKET_IFNAME"] == producer.environ()["NCCL_SOCKET_IFNAME"] == device
+    producer.suspend()
     site.until(lambda: slurm.ended(job), 240)
     assert (run_dir / "summary.json").exists(), story(run_dir)
     assert "producer-0 was ended because it was silent for" in (run_dir / "logs" / "launcher.log").read_text()
