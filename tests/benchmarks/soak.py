@@ -110,7 +110,7 @@ def watch(
             thief.remove(random.choice(keys))
             next_theft = time.monotonic() + 2  # until the rank has met with it, or has been quicker
         if time.monotonic() >= next_sample:
-            next_sample = time.monotonic() + 2
+            next_sample = time.monotonic() + 0.5
             objects, size = master.holds()
             sample = {"consumed": totals["consumed"], "store": {"objects": objects, "kB": size // 1000}}
             for name, process in processes.running.items():
