@@ -21,6 +21,7 @@ class Producer:
     failed: int = 0
     expired: int = 0
     bytes: int = 0
+    dismissed: bool = False
 
 
 class Crew:
@@ -45,6 +46,15 @@ class Crew:
         self._known[name] = self._here[name] = known
         self._lent += known.about.capacity
         return known
+
+    def dismiss(self, yes: bool = True) -> None:
+        """Those who are known, not those who come later: they may have come for the next training."""
+        for known in self._known.values():
+            known.dismissed = yes
+
+    def dismissed(self, name: str) -> bool:
+        known = self._known.get(name)
+        return known is not None and known.dismissed
 
     def present(self, name: str) -> bool:
         known = self._known.get(name)

@@ -227,8 +227,12 @@ class Ledger:
         return news, offers
 
     def finish(self) -> None:
-        """The run is over: producers are told to end."""
+        """The run is over: the producers that are here are told to end."""
         self.finished = True
+        self._crew.dismiss()
+
+    def dismissed(self, producer: str) -> bool:
+        return self._crew.dismissed(producer)
 
     def window(self) -> dict[str, int]:
         """Bytes. limit: 0 for none. used: of objects that are stored or under way. garbage: see the module's text."""
@@ -277,6 +281,7 @@ class Ledger:
             self._ready.clear()
             self.instance = uuid.uuid4().hex[:12]
         self.session, self.finished = session, False
+        self._crew.dismiss(False)
         self._board.begin(session)
 
     def _next(self, features: str) -> _Entry | None:

@@ -124,7 +124,7 @@ class LedgerServer:
 
     async def _lease(self, asked: messages.LeaseRequest, request: Request) -> Answer:
         def poll() -> Lease | bool | None:
-            if self.ledger.finished:
+            if self.ledger.dismissed(asked.producer):
                 return True
             lease = self.ledger.lease(asked.producer, asked.features, asked.about)
             return lease or self.ledger.untidy(asked.producer)
@@ -135,7 +135,7 @@ class LedgerServer:
             self._polls.wake_one(room)  # there may be more
         return {
             "lease": _written(answer) if isinstance(answer, Lease) else None,
-            "finished": self.ledger.finished,
+            "finished": self.ledger.dismissed(asked.producer),
             "reconcile": self.ledger.untidy(asked.producer),
         }
 

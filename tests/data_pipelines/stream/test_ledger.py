@@ -272,3 +272,14 @@ class Stream(RuleBasedStateMachine):
 
 TestStream = Stream.TestCase
 TestStream.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+def test_who_comes_after_the_end_stays_for_the_next_training():
+    ledger = Ledger(lease_seconds=10, max_attempts=3, clock=lambda: 0.0)
+    ledger.lease("early", "f")
+    ledger.finish()
+    ledger.lease("late", "f")
+    assert ledger.dismissed("early") and not ledger.dismissed("late") and not ledger.dismissed("unknown")
+    ledger.want([Want("second", 0, "pack", "f", 1000, pack_ids([1]), [1])])
+    assert not ledger.finished and not ledger.dismissed("early")
+    assert ledger.lease("late", "f") is not None

@@ -62,7 +62,7 @@ class Cluster:
         store.wait_for(lambda: subprocess.run(answers, capture_output=True).returncode == 0)
         ledger = self.start(head, "the ledger")
         ledger.wait_for((self.run_dir / "ledger.json").exists)
-        self.producers = {machine: self.start(machine, "producers") for machine in machines}
+        self.producers = self.start_producers()
 
     def start(self, machine: Machine, title: str, **changes: str) -> Role:
         """One of the page's commands on a machine; what it leaves to its reader is filled in, `changes` on top."""
@@ -72,6 +72,9 @@ class Cluster:
             script = script.replace(words, others)
         log = self.folder / f"{machine.name} {title}.log"
         return Role(machine.inside("bash", "-ec", script), log, self._environment)
+
+    def start_producers(self) -> list[Role]:
+        return [self.start(machine, "producers") for machine in self.machines]
 
     def start_trainers(self, **changes: str) -> list[Role]:
         titles = ("the first trainer node", "the other trainer nodes")

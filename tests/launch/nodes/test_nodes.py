@@ -59,6 +59,8 @@ def disturbed(cluster) -> list[Role]:
     rank.kill()
     for trainer in trainers:
         trainer.ends_well()
+    for producer in cluster.producers:
+        producer.ends_well()
     assert not stale.exists()
     return trainers
 
@@ -95,6 +97,7 @@ def test_nodes_come_and_go_and_the_run_goes_on_with_the_same_packs(cluster, dist
         "is_host=true": "is_host=true,last_call_timeout=3",
         "$RUN/config.yaml": f"$RUN/config.yaml run_dir={run_dir} parallel.timeout_seconds=20 source.patience_seconds=15",
     }
+    cluster.start_producers()
     first = cluster.start(a, "the first trainer node", **elastic)
     first.wait_for(lambda: "steps 4…" in first.said())
     first.wait_for(lambda: steps(run_dir) == 6)
