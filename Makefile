@@ -39,7 +39,7 @@ soak: setup-test  ## many small packs through a real stream: does anything grow,
 bench-stream: setup-test  ## the stream's bytes and CPU seconds beside memcpy, TCP and the store alone
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.stream
 
-scale: setup-test  ## every parallel mode on 1, 2 and 4 ranks: the same run? what does a rank hold? (about 10 minutes)
+scale: setup-test  ## every parallel mode on 1, 2 and 4 ranks: the same run? what does a rank hold? (5 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.scale
 
 gpu: setup-test  ## on a machine with a GPU: the 8B recipes' drafters (tokens/s, MFU, memory), then the demo (under 10 minutes)
