@@ -154,7 +154,6 @@ def write_html(found: Inspection, path: Path) -> None:
     """One file that needs nothing else. Whatever the rows hold is escaped."""
     page = resources.files("launch").joinpath("inspect.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(path, environment.from_string(page).render(found=found))
 
 

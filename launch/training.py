@@ -156,13 +156,14 @@ def _watch(crew: Crew, trainer: Child, config: RunConfig, total: int, view: Trai
         run_dir / "training.json",
         config.cluster.hang_seconds,
     )
-    step = 0
+    step, all_steps_done = 0, False
     while True:
         status = trainer.status
         if status is None and patience and result.exists() and time.time() - result.stat().st_mtime > patience:
             end_hung(trainer, trainer.process, f"it had not ended {patience:g} s after its result")
         for row in metrics.rows()[-1:]:
             step = row["step"] + 1
+            all_steps_done = step == total
             view.show(row)
         if status is not None:
             if finished(run_dir, total):
@@ -172,9 +173,10 @@ def _watch(crew: Crew, trainer: Child, config: RunConfig, total: int, view: Trai
             if told_to_stop(trainer.said(), PREEMPTED):
                 raise Terminated("the trainer was told to stop")
             view.say(f"{crew.revive(trainer, step=step)}, going on from step {newest_step(run_dir)}")
-            step = 0
-        for line in crew.tend() if step < total else ():  # after the last step producers go
-            view.say(line)
+            all_steps_done = False
+        if not all_steps_done:  # after the last one producers go
+            for line in crew.tend():
+                view.say(line)
         time.sleep(_POLL)
 
 

@@ -7,13 +7,15 @@ import os
 import subprocess
 from pathlib import Path
 
+from data_pipelines.files import write_text_atomically
+
 FOLDER = "slurm"  # in the run's folder: job.sh, config.yaml (as submitted), job.json, begun
 _JOB = "job.json"
 _BEGUN = "begun"
 
 
 def remember_job(run_dir: Path, job: str) -> None:
-    (run_dir / FOLDER / _JOB).write_text(json.dumps({"job": job}))
+    write_text_atomically(run_dir / FOLDER / _JOB, json.dumps({"job": job}))
 
 
 def job_of(run_dir: Path) -> tuple[str, str]:
@@ -36,8 +38,7 @@ def job_of(run_dir: Path) -> tuple[str, str]:
 def remember_beginning(run_dir: Path) -> None:
     """In a Slurm job: config.yaml, and what else is in the run's folder, is this job's from now on."""
     if job := os.environ.get("SLURM_JOB_ID"):
-        (run_dir / FOLDER).mkdir(exist_ok=True)
-        (run_dir / FOLDER / _BEGUN).write_text(job)
+        write_text_atomically(run_dir / FOLDER / _BEGUN, job)
 
 
 def begun_before(run_dir: Path) -> bool:
