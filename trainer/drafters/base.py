@@ -206,11 +206,10 @@ class Drafter(nn.Module):
             hidden,
             head,
             teacher=targets.teacher,
-            teacher_head=frozen.draft_head(self.kept),
+            teacher_readout=frozen.draft_readout(self.kept),
             teacher_rows=targets.teacher_rows,
             labels=self.to_draft(batch.input_ids[row + self.first + step + 1]),
             weights=weights,
-            cap=frozen.cap,
         )
 
     @torch.no_grad()

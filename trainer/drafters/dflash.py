@@ -234,7 +234,7 @@ class DFlash(Drafter):
         if self.config.weighting == "dpace":
             labels = self.to_draft(batch.input_ids[row + 1 + step])
             chances = torch.zeros(len(anchors), self.depth, dtype=weights.dtype, device=row.device)
-            chances[block, step] = label_probabilities(states, head, labels, frozen.cap).to(weights.dtype)
+            chances[block, step] = label_probabilities(states, head, labels).to(weights.dtype)
             counts = targets.counts[:, anchors].T
             factors = factors * dpace(chances, counts, self.config.dpace_alpha)[block, step]
         loss, judged = self.draft_loss(batch, targets, frozen, states, head, weights[step] * factors)
@@ -279,7 +279,7 @@ class DFlash(Drafter):
 
     def choose(self, hidden: torch.Tensor, bonus: torch.Tensor, frozen: FrozenTarget) -> torch.Tensor:
         """The greedy drafts, int64 [N, k]."""
-        return self.to_target(frozen.cap(hidden @ self.head(frozen).T).argmax(-1))
+        return self.to_target((hidden @ self.head(frozen).T).argmax(-1))
 
     def confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor | None:
         """hidden [..., H], previous int64 [...], the token before each draft → the logit of each draft's acceptance, given
@@ -332,11 +332,11 @@ class DFlash(Drafter):
 
 
 @torch.no_grad()
-def label_probabilities(states: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, cap) -> torch.Tensor:
+def label_probabilities(states: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """q(label) [n], of states [n, H'], in chunks; 0 for a label of -1 (outside the draft vocabulary)."""
     chances = []
     for rows, wanted in zip(*(x.split(max(1, CHUNK_ELEMENTS // len(head))) for x in (states, labels))):
-        q = upcast(cap(rows @ head.T)).log_softmax(-1).gather(1, wanted.clamp(min=0)[:, None]).squeeze(1).exp()
+        q = upcast(rows @ head.T).log_softmax(-1).gather(1, wanted.clamp(min=0)[:, None]).squeeze(1).exp()
         chances.append(torch.where(wanted >= 0, q, 0.0))
     return torch.cat(chances)
 

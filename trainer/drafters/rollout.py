@@ -104,7 +104,7 @@ class RolloutDrafter(Drafter):
 
     def choose(self, normed: torch.Tensor, frozen: FrozenTarget) -> torch.Tensor:
         """Greedy drafts [...], ids of the target's vocabulary, from normed states [..., H]."""
-        return self.to_target(frozen.cap(normed @ self.head(frozen).T).argmax(-1))
+        return self.to_target((normed @ self.head(frozen).T).argmax(-1))
 
     @torch.no_grad()
     def propose(self, state: RolloutState, rows: Committed, frozen: FrozenTarget, k: int) -> torch.Tensor:

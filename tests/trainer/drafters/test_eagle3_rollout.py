@@ -55,7 +55,7 @@ def draft_loop(drafter, frozen, taps, tokens, t, steps, *, forced: bool):
     for k in range(steps):
         out = causal_layers(drafter, torch.stack(embeds), torch.stack(hidden), torch.arange(t + 1 + k))[-1]
         normed = drafter.norm(out)
-        logits = frozen.cap(normed @ drafter.head(frozen).T)
+        logits = normed @ drafter.head(frozen).T
         all_logits.append(logits)
         index = logits.argmax()
         drafts.append(index if drafter.kept is None else drafter.kept[index])
