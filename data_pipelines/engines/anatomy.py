@@ -89,6 +89,29 @@ def text_config(config):
     return config.get_text_config(decoder=True)
 
 
+def length_limit(config) -> int | None:
+    """The number of tokens from which RoPE factors of a whole row may change with its longest text (dynamic NTK, LongRoPE);
+    None where they never do."""
+    ropes = [rope for rope in _ropes(text_config(config)) if rope.get("rope_type") in ("dynamic", "longrope")]
+    if not ropes:
+        return None
+    inner = text_config(config)
+    lengths = [
+        rope.get("original_max_position_embeddings")
+        or getattr(inner, "original_max_position_embeddings", None)
+        or inner.max_position_embeddings
+        for rope in ropes
+    ]
+    return min(lengths)
+
+
+def _ropes(config) -> list[dict]:
+    """The RoPE parameters of a text config: one set, or one for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return nested or [rope]
+
+
 class Recorder:
     """Hidden states of the latest forward: `taps` [B, T, A, H] and `final` [B, T, H], the state before the final norm."""
 

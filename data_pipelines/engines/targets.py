@@ -220,9 +220,12 @@ def _download(hub_id: str) -> Target:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja"]
     try:
-        return Target(snapshot_download(hub_id, allow_patterns=patterns), hub_id)
+        folder = Path(snapshot_download(hub_id, allow_patterns=[*patterns, "*.safetensors"]))
+        if not weight_files(folder):  # an old upload
+            folder = Path(snapshot_download(hub_id, allow_patterns=[*patterns, "*.bin"]))
+        return Target(str(folder), hub_id)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"target.path={hub_id} is neither a directory here nor a model that the hub gives",

@@ -7,50 +7,82 @@ import torch
 
 from ..features import Features, FeatureSpec, check_values
 from ..packing import position_ids
-from .anatomy import anatomy, tap_hidden_states
+from .anatomy import anatomy, length_limit, tap_hidden_states
+from .probe import Finding, probe, refuse_misfits
+from .readout import error_limit, random_tokens, relative_error
 from .targets import Target
+
+_SHORT, _LONG = 7, 9  # documents of the probe, in tokens
 
 
 class TransformersEngine:
     """Runs the decoder (not the head) over one pack at a time, as one row whose position ids restart at each document.
 
-    transformers derives the block-diagonal causal mask from those position ids. On construction two short documents are
-    computed packed and alone. If they do not agree, the architecture ignores the boundaries (gpt-oss in transformers 5.19,
-    linear attention), and its packs are computed document by document.
+    transformers derives the block-diagonal causal mask from those position ids. On construction the target is probed
+    (`probe`), and short documents are computed packed and alone. If they do not agree, the architecture ignores the
+    boundaries (gpt-oss in transformers 5.19, linear attention), and its packs are computed document by document. So are
+    packs with a long document if the RoPE factors of a row depend on its longest document.
+    Raises UserError when the target is not what it is taken for.
     """
 
     def __init__(self, target: Target, spec: FeatureSpec):
         self.spec = spec
         self.model = target.load_model(getattr(torch, spec.dtype))
+        refuse_misfits(self.model, probe(self.model))
         self._decoder = anatomy(self.model).decoder
         self._device = next(self.model.parameters()).device
-        self._whole_packs = True
-        self._whole_packs = self._keeps_apart(target.config.vocab_size)
+        self._limit = length_limit(self.model.config)
+        longest = getattr(target.config, "max_position_embeddings", None)
+        self._packs = self._keeps_apart() and (longest is None or self._keeps_apart(longest - 1))
+        self._long_packs = self._packs and self._limit is None
+
+    @property
+    def packing(self) -> Finding:
+        """How packs are computed, and why."""
+        if not self._packs:
+            return Finding("packing", True, "packed documents would see each other: computed one by one")
+        if not self._long_packs:
+            says = f"packed; one by one if a document has {self._limit:,} tokens or more (RoPE depends on the longest)"
+            return Finding("packing", True, says)
+        return Finding("packing", True, "packed documents are computed as if alone")
 
     @torch.no_grad()  # not inference_mode: the trainer differentiates through functions of these tensors
     def compute(self, input_ids: np.ndarray, lengths: tuple[int, ...]) -> Features:
-        if self._whole_packs:
-            features = self._forward(input_ids, lengths)
+        reaches = self._limit is not None and max(lengths) >= self._limit
+        if self._long_packs or (self._packs and not reaches):
+            features = self._forward(input_ids, position_ids(lengths))
         else:
             ends = np.cumsum(lengths)
-            parts = [self._forward(input_ids[end - n : end], (n,)) for end, n in zip(ends, lengths)]
+            parts = [self._alone(input_ids[end - n : end]) for end, n in zip(ends, lengths)]
             features = Features(torch.cat([part.taps for part in parts]), torch.cat([part.final for part in parts]))
         check_values(features, self.spec)
         return features
 
-    def _forward(self, input_ids: np.ndarray, lengths: tuple[int, ...]) -> Features:
-        ids = torch.from_numpy(np.asarray(input_ids, dtype=np.int64))[None].to(self._device)
-        positions = torch.from_numpy(position_ids(lengths).astype(np.int64))[None].to(self._device)
+    def _alone(self, input_ids: np.ndarray) -> Features:
+        if not self._long_packs and self._limit is not None and len(input_ids) >= self._limit:
+            # RoPE that grows with the text remembers the longest one so far; a short one makes it forget.
+            self._forward(input_ids[:1], position_ids((1,)))
+        return self._forward(input_ids, position_ids((len(input_ids),)))
+
+    def _forward(self, input_ids: np.ndarray, positions: np.ndarray) -> Features:
+        ids, positions = (
+            torch.from_numpy(np.asarray(values, dtype=np.int64))[None].to(self._device)
+            for values in (input_ids, positions)
+        )
         with tap_hidden_states(self.model, self.spec.taps) as recorder:
             self._decoder(input_ids=ids, position_ids=positions, use_cache=False)
         return Features(recorder.taps[0].cpu(), recorder.final[0].cpu())
 
-    def _keeps_apart(self, vocab_size: int) -> bool:
-        rng = np.random.default_rng(0)
-        first, second = (rng.integers(0, vocab_size, n, dtype=np.int32) for n in (7, 9))
-        packed = self.compute(np.concatenate([first, second]), (7, 9))
-        alone = self.compute(second, (9,))
-        a, b = packed.final[7:].float(), alone.final.float()
-        difference = ((a - b).norm() / b.norm()).item()
+    @torch.no_grad()
+    def _keeps_apart(self, far: int | None = None) -> bool:
+        """Whether a document has the same states behind, and before, another one. far: the other one has a token at that
+        position (which stands for a text of that length)."""
+        ids = random_tokens(self.model, _SHORT + _LONG, seed=3)[0].cpu().numpy()
+        first, second, both = position_ids((_SHORT,)), position_ids((_LONG,)), position_ids((_SHORT, _LONG))
+        if far is not None:
+            second[-1] = both[-1] = far
+        alone = [self._forward(ids[:_SHORT], first).final, self._forward(ids[_SHORT:], second).final]
+        packed = self._forward(ids, both).final
         # Rounding differs between the two shapes; a leak across the boundary changes the states by tens of per cent.
-        return difference < (0.05 if self.spec.dtype == "bfloat16" else 1e-3)
+        limit = 5e-2 if self.spec.dtype == "bfloat16" else 100 * error_limit(torch.float32)
+        return relative_error(packed.float(), torch.cat(alone).float()) < limit

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from data_pipelines.engines import TargetConfig, build_engine, resolve_target
 from data_pipelines.errors import UserError
@@ -83,6 +91,43 @@ def test_an_architecture_that_mixes_packed_documents_is_computed_document_by_doc
     assert torch.equal(packed.final[5:], alone.final) and torch.equal(packed.taps[5:], alone.taps)
 
 
+SCALED = {**SIZES, "max_position_embeddings": 128}
+LENGTH_DEPENDENT = {
+    "longrope": Phi3Config(
+        **{k: v for k, v in SCALED.items() if k != "head_dim"},
+        original_max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+        pad_token_id=0,
+    ),
+    "dynamic": LlamaConfig(
+        **{**SCALED, "max_position_embeddings": 32},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", LENGTH_DEPENDENT)
+def test_a_long_document_changes_no_other_one(family, tmp_path):
+    """RoPE factors that depend on the longest document of a row, or on one that came before it."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LENGTH_DEPENDENT[family]).save_pretrained(tmp_path)
+    target = resolve_target(TargetConfig(path=str(tmp_path)))
+    spec, rng = FeatureSpec(target.fingerprint, (1, 2), 32, "float32"), np.random.default_rng(0)
+    engine, fresh = build_engine(target, spec), [build_engine(target, spec) for _ in range(5)]
+    assert "one by one if a document has 32 tokens" in engine.packing.says
+    lengths = (10, 90, 31, 70, 32)
+    documents = [rng.integers(1, 97, n).astype(np.int32) for n in lengths]
+    packed = engine.compute(np.concatenate(documents), lengths)
+    alone = [other.compute(document, (len(document),)) for other, document in zip(fresh, documents)]
+    assert torch.equal(packed.final, torch.cat([features.final for features in alone]))
+    assert torch.equal(packed.taps, torch.cat([features.taps for features in alone]))
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -101,6 +146,28 @@ def test_targets_that_are_not_there(config, said):
 def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         resolve_target(TargetConfig(path=str(tmp_path)))
+
+
+def test_a_folder_without_weights(tmp_path):
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    target = resolve_target(TargetConfig(path=str(tmp_path)))
+    for load in (target.load_model, target.load_tail):
+        with pytest.raises(UserError, match="holds no weights"):
+            load(torch.float32)
+
+
+def test_weights_in_another_format_count_in_the_fingerprint(tmp_path):
+    """Two targets that differ in `pytorch_model.bin` alone are two targets."""
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    prints = set()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        torch.save(AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).state_dict(), tmp_path / "pytorch_model.bin")
+        target = resolve_target(TargetConfig(path=str(tmp_path)))
+        prints.add(target.fingerprint)
+    assert len(prints) == 2
+    model, frozen = target.load_model(torch.float32), FrozenTarget.load(target, torch.float32)
+    assert torch.equal(frozen.head_weight, model.lm_head.weight)
 
 
 def test_another_target_has_another_fingerprint(tiny_target, tmp_path):

@@ -1,0 +1,103 @@
+"""Is a whole target what this project takes it for? Compared with the model's own forward, one way for every family.
+
+Each finding says what was compared, by how much the two differ and how much is allowed. A difference is the largest one, as
+a share of the largest entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+from .anatomy import anatomy, tap_hidden_states, text_config
+from .readout import error_limit, measure_readout, random_tokens, relative_error
+
+_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Finding:
+    """difference, limit: None where nothing was compared. says: what was found, for a person."""
+
+    name: str
+    fits: bool
+    says: str
+    difference: float | None = None
+    limit: float | None = None
+
+
+@torch.no_grad()
+def probe(model: nn.Module) -> list[Finding]:
+    """logits, taps and embedding of a whole target. (Whether packed documents keep apart is the engine's to find out.)
+
+    Raises UserError for a model whose parts cannot be found.
+    """
+    return [probe_logits(model), probe_taps(model), probe_embedding(model)]
+
+
+def refuse_misfits(model: nn.Module, findings: list[Finding]) -> None:
+    """Raises UserError, with the family's name and the figures, unless all of them fit."""
+    if wrong := [finding for finding in findings if not finding.fits]:
+        raise UserError(
+            f"this {text_config(model.config).model_type} target ({type(model).__name__}) cannot be trained for exactly: "
+            + "; ".join(f"{finding.name}: {finding.says}" for finding in wrong),
+            fix="draftsmith check-target shows every comparison; another family of targets may fit",
+        )
+
+
+def probe_logits(model: nn.Module) -> Finding:
+    readout, error = measure_readout(model)
+    limit = error_limit(readout.weight.dtype)
+    tail = [f"scale {readout.scale:g}"] if readout.scale != 1 else []
+    tail += ["bias"] if readout.bias is not None else []
+    tail += [f"soft-cap {readout.softcap:g}"] if readout.softcap is not None else []
+    carried = f" (carried: {', '.join(tail)})" if tail else ""
+    if error <= limit:
+        return Finding("logits", True, f"the head of the normed final state{carried}", error, limit)
+    return Finding(
+        "logits", False, f"off by {error:.2g} of the largest from the head of the normed final state", error, limit
+    )
+
+
+def probe_taps(model: nn.Module) -> Finding:
+    """The recorded H^k against transformers' own `hidden_states`, whose last entry is normed."""
+    parts, ids = anatomy(model), random_tokens(model, _TOKENS, seed=1)
+    depth = len(parts.layers)
+    with tap_hidden_states(model, tuple(range(depth + 1))) as recorder:
+        states = parts.decoder(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+    limit = error_limit(recorder.final.dtype)
+    if recorder.final.dim() != 3:
+        return Finding("taps", False, f"the state before the final norm has {recorder.final.dim()} dimensions, not 3")
+    if not states or len(states) != depth + 1:
+        return Finding("taps", True, "recorded at the inputs of the layers; transformers gives none to compare with")
+    differences = [relative_error(recorder.taps[:, :, k].float(), states[k].float()) for k in range(depth)]
+    normed = parts.final_norm(recorder.final).float()
+    last = min(
+        relative_error(normed, states[depth].float()), relative_error(recorder.final.float(), states[depth].float())
+    )
+    error = max([*differences, last])
+    worst = max(range(depth + 1), key=lambda k: [*differences, last][k])
+    if error <= limit:
+        return Finding("taps", True, f"equal transformers' hidden states of all {depth} layers", error, limit)
+    return Finding(
+        "taps", False, f"the state after layer {worst} differs from transformers' by {error:.2g}", error, limit
+    )
+
+
+def probe_embedding(model: nn.Module) -> Finding:
+    """What the first layer reads against the plain rows, which drafters and engines embed with."""
+    parts, ids = anatomy(model), random_tokens(model, _TOKENS, seed=2)
+    with tap_hidden_states(model, (0,)) as recorder:
+        parts.decoder(input_ids=ids, use_cache=False)
+    first, rows = recorder.taps[0, :, 0].float(), parts.embedding.weight[ids[0]].float()
+    if first.shape != rows.shape:
+        return Finding("embedding", False, f"rows of {rows.shape[-1]} numbers, layers of {first.shape[-1]}")
+    factor = float((first * rows).sum() / rows.square().sum().clamp(min=1e-12))
+    if relative_error(rows, first) <= error_limit(first.dtype):
+        return Finding("embedding", True, "drafters embed the plain rows, as this model does")
+    if relative_error(rows * factor, first) <= error_limit(first.dtype):
+        return Finding("embedding", True, f"drafters embed the plain rows; this model multiplies them by {factor:.4g}")
+    return Finding("embedding", True, "drafters embed the plain rows; this model adds to them (positions, a norm)")
