@@ -32,9 +32,11 @@ class TransformersEngine:
         self._decoder = anatomy(self.model).decoder
         self._device = next(self.model.parameters()).device
         self._limit = length_limit(self.model.config)
-        longest = getattr(target.config, "max_position_embeddings", None)
-        self._packs = self._keeps_apart() and (longest is None or self._keeps_apart(longest - 1))
+        self._packs = self._keeps_apart()
         self._long_packs = self._packs and self._limit is None
+        longest = getattr(target.config, "max_position_embeddings", None)
+        if self._long_packs and longest:  # dependence on the length that the config does not declare
+            self._packs = self._long_packs = self._keeps_apart(longest - 1)
 
     @property
     def packing(self) -> Finding:
