@@ -25,6 +25,11 @@ class UserError(Exception):
         return "\n".join(lines)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what somebody else's code said went wrong, or at least its kind."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def did_you_mean(name: str, options: Iterable[str]) -> str | None:
     found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
     return f"did you mean {found[0]}?" if found else None

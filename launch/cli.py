@@ -145,6 +145,14 @@ def _capture_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="compute the I-th of N shares of the packs")
 
 
+def _check_target_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", help="a hub id, a directory, tiny or smollm2_135m")
+    parser.add_argument(
+        "--dtype", default="auto", help="to load it in: auto (float32 if there is memory), float32, bfloat16"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything that was found, as JSON")
+
+
 def _nothing(parser: argparse.ArgumentParser) -> None:
     del parser
 
@@ -162,6 +170,11 @@ COMMANDS = {
     ),
     "bench-node": Command("measure this machine for plans", _bench_node_arguments, "launch.planner.bench_node:command"),
     "status": Command("how a run stands, now", _status_arguments, "launch.status:command"),
+    "check-target": Command(
+        "does this target fit? logits, taps, drafters, judge, memory",
+        _check_target_arguments,
+        "launch.check_target:command",
+    ),
     "prepare": Command(
         "rows → documents and packs; prints what became of them", _prepare_arguments, "launch.prepare:command"
     ),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from ..errors import UserError
 from .anatomy import anatomy, tap_hidden_states, text_config
@@ -136,5 +137,6 @@ def _numbers(config) -> Iterator[tuple[str, float]]:
                 yield key, value
 
     yield from walk(config.to_dict())
-    derived = [name for name in dir(type(config)) if isinstance(getattr(type(config), name, None), property)]
+    own = {name for name in dir(type(config)) if isinstance(getattr(type(config), name, None), property)}
+    derived = own - {*dir(PretrainedConfig)}
     yield from walk({name: getattr(config, name, None) for name in derived})

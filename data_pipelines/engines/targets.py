@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..caches import build_once, user_cache
-from ..errors import UserError, check_choice
+from ..errors import UserError, check_choice, first_line
 from .anatomy import anatomy, text_config
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -182,10 +182,6 @@ def weight_files(folder: Path) -> list[Path]:
     return safe or sorted(
         p for pattern in ("*.bin", "*.gguf") for p in folder.glob(pattern) if p.name != "training_args.bin"
     )
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..features import Features, FeatureSpec, check_values
 from ..packing import position_ids
@@ -25,10 +26,11 @@ class TransformersEngine:
     Raises UserError when the target is not what it is taken for.
     """
 
-    def __init__(self, target: Target, spec: FeatureSpec):
+    def __init__(self, target: Target, spec: FeatureSpec, model: nn.Module | None = None):
+        """model: the target, if it is loaded already."""
         self.spec = spec
-        self.model = target.load_model(getattr(torch, spec.dtype))
-        refuse_misfits(self.model, probe(self.model))
+        self.model = model if model is not None else target.load_model(getattr(torch, spec.dtype))
+        refuse_misfits(self.model, probe(self.model), tapped=bool(spec.taps))
         self._decoder = anatomy(self.model).decoder
         self._device = next(self.model.parameters()).device
         self._limit = length_limit(self.model.config)
