@@ -134,7 +134,10 @@ def _why_not(name: str, target: Target, tokenizer: list[Any], tapped: bool, fit:
 
     def build() -> Finding:
         config = DRAFTERS[name].Config()
-        config = config.completed(tokenizer[0], target.config.vocab_size) if tokenizer else config
+        if tokenizer:
+            config = config.completed(tokenizer[0], target.config.vocab_size)
+        elif hasattr(config, "mask_token"):  # which one does not matter here
+            config.mask_token = 0
         taps = DRAFTERS[name].contract(config, target.config.num_hidden_layers).taps
         if taps and not tapped:
             return Finding(name, False, "it reads taps, and those of this target are not what they should be")

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -102,7 +103,9 @@ class Target:
         """The whole target, frozen, in eval mode, on the GPU if there is one."""
         # transformers' other attentions leave a soft-cap of the scores out without a word (Gemma 2).
         attention = "eager" if getattr(self.config, "attn_logit_softcapping", None) else None
-        model, _ = self._load(copy.deepcopy(self.whole_config), dtype, attn_implementation=attention)
+        model, info = self._load(copy.deepcopy(self.whole_config), dtype, attn_implementation=attention)
+        parts = anatomy(model)
+        self._refuse_unread(model, info, (parts.decoder, parts.embedding, parts.head))
         return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
     def load_tail(self, dtype: torch.dtype) -> PreTrainedModel:
@@ -114,17 +117,21 @@ class Target:
         config = without_layers(self.whole_config)
         model, info = self._load(config, dtype, ignore_mismatched_sizes=True)
         parts = anatomy(model)
-        needed = {id(p) for part in (parts.embedding, parts.final_norm, parts.head) for p in part.parameters()}
+        self._refuse_unread(model, info, (parts.embedding, parts.final_norm, parts.head))
+        return model
+
+    def _refuse_unread(self, model: PreTrainedModel, info: dict, parts: tuple[nn.Module, ...]) -> None:
+        """transformers gives random numbers to what a checkpoint lacks."""
+        needed = {id(p) for part in parts for p in part.parameters()}
         names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in needed}
         unread = {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
         if missing := sorted(names & unread):
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise UserError(
-                f"the checkpoint does not hold {', '.join(missing)} in floats",
+                f"the checkpoint does not hold {', '.join(missing[:3])}{more} in a form that transformers reads",
                 where=self.path,
-                fix="a trainer rank needs embedding, final norm and head: use a checkpoint in which these are whole and not "
-                "quantised",
+                fix="is the checkpoint whole? Of a quantised one, embedding, final norm and head must be plain floats",
             )
-        return model
 
     def _load(self, config, dtype: torch.dtype, **options) -> tuple[PreTrainedModel, dict]:
         if not weight_files(Path(self.path)):
