@@ -175,7 +175,7 @@ def without_layers(config):
     for part in [config, *nested]:
         depth = getattr(part, "num_hidden_layers", None) or 0
         for key, value in list(vars(part).items()):
-            if isinstance(value, list) and depth and len(value) == depth:  # one entry a layer, such as layer_types
+            if "layer" in key and isinstance(value, list) and depth and len(value) == depth:  # layer_types and the like
                 setattr(part, key, [])
         for key in ("num_hidden_layers", "depth"):
             if isinstance(getattr(part, key, None), int):
