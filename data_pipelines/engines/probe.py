@@ -44,7 +44,7 @@ def guarded(name: str, check: Callable[..., Finding], *arguments) -> Finding:
     except UserError as error:
         return Finding(name, False, error.what)
     except Exception as error:  # anything may come out of some 200 families' code
-        return Finding(name, False, f"the family's own code fails: {type(error).__name__}: {first_line(error)}")
+        return Finding(name, False, f"cannot be computed: {type(error).__name__}: {first_line(error)}")
 
 
 def refuse_misfits(model: nn.Module, findings: list[Finding], *, tapped: bool) -> None:

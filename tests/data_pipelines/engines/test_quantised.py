@@ -78,3 +78,34 @@ def test_a_producer_without_what_the_method_needs_says_so(method, tmp_path):
     assert not fit.fits
     said = fit.findings[0].says
     assert len(said) > 20 and "Error" not in said.split(":")[0], said
+
+
+def test_an_fp8_checkpoint_is_computed_by_a_producer_without_a_gpu(tmp_path):
+    """Blocks of 32 × 32 with a scale each, as DeepSeek and Qwen publish them; transformers dequantises them on a CPU."""
+    torch.manual_seed(0)
+    shape = {**SHAPE, "hidden_size": 64, "intermediate_size": 96}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, tie_word_embeddings=False))
+    model.save_pretrained(tmp_path)
+    weights, size = {}, 32
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if "_proj" in name:
+            blocks = tensor.view(tensor.shape[0] // size, size, -1, size)
+            scales = blocks.abs().amax((1, 3)) / 448
+            packed = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+            weights[name.replace(".weight", ".weight_scale_inv")] = scales
+            weights[name] = packed.reshape(tensor.shape)
+            dequantised = packed.float() * scales[:, None, :, None]
+            model.get_parameter(name).data.copy_(dequantised.reshape(tensor.shape))
+        else:
+            weights[name] = tensor
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    method = {"quant_method": "fp8", "weight_block_size": [size, size], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+    target = resolve_target(TargetConfig(path=str(tmp_path)))
+    fit = check_target(target)
+    assert fit.fits and fit.logit_difference <= 1e-4
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        ours, plain = target.load_model(torch.float32)(ids).logits, model.eval()(ids).logits
+    torch.testing.assert_close(ours, plain)
