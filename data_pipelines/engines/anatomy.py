@@ -121,6 +121,10 @@ class Recorder:
     def _keep(self, k: int, hidden: torch.Tensor) -> None:
         self._states[k] = hidden
 
+    def state(self, k: int) -> torch.Tensor:
+        """H^k, as the family has it."""
+        return self._states[k]
+
     @property
     def taps(self) -> torch.Tensor:
         if not self._taps:
