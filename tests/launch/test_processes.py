@@ -226,8 +226,6 @@ def test_a_persons_own_files_are_not_taken_for_ours(tmp_path: Path, monkeypatch,
     try:
         child = crew.start_helper(Role("look", command))
         wait_for(lambda: child.status is not None, 60)
-        assert child.status == 0 and f"found {conf_path()}" in child.said().replace("[", "").replace("'", ""), (
-            child.said()
-        )
+        assert child.status == 0 and f"found ['{root}/conf']" in child.said(), child.said()
     finally:
         crew.stop()
