@@ -20,7 +20,8 @@ def judge(setup: RunSetup, when: str) -> dict[str, Any] | None:
     config = setup.config
     if not config.evaluate.enabled:
         return None
-    weights = setup.identity if when == "before" else [training(setup.run_dir)["weights_sha256"], asdict(config.export)]
+    untrained = {key: value for key, value in setup.identity.items() if key not in setup.changes.possible}
+    weights = untrained if when == "before" else [training(setup.run_dir)["weights_sha256"], asdict(config.export)]
     depends_on = [weights, asdict(config.evaluate), setup.target.fingerprint]
     return remembered(setup.run_dir, when, depends_on, lambda: evaluate_run(config, setup.run_dir, when))
 

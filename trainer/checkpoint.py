@@ -49,6 +49,18 @@ class CheckpointConfig:
             raise UserError(f"checkpoint.keep_every={self.keep_every}; 0 keeps no milestones")
 
 
+@dataclass(frozen=True)
+class Changes:
+    """Dotted config keys. allowed: those that the person lets differ from the checkpoint's (`allow=[…]`). possible: those
+    that can be allowed at all."""
+
+    allowed: frozenset[str] = frozenset()
+    possible: frozenset[str] = frozenset()
+
+
+NO_CHANGES = Changes()
+
+
 def saved_checkpoints(folder: Path) -> dict[int, Path]:
     """Step → folder of every checkpoint that was once whole, oldest first. Only `verify` tells whether it still is."""
     found = {path.name.removeprefix("step_"): path for path in folder.glob("step_*")}
@@ -223,28 +235,48 @@ def _reason(error: BaseException, folder: Path) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
+def choose_checkpoint(
+    folder: Path, resume: str, identity: dict[str, Any], changes: Changes = NO_CHANGES, total_steps: int | None = None
+) -> Path | None:
     """The checkpoint to go on from, every byte of it verified, or None to start anew.
 
     resume: `auto`, `never`, or a checkpoint's path. `auto` takes the newest whole one and warns of broken ones that it
-    passes over. Raises UserError when the named one, or every one, is broken, and when it is of a run that would have
-    trained other weights, naming what differs.
+    passes over. changes: what of the identity may differ; what does is logged. total_steps: of the run as it is now.
+    Raises UserError when the named one, or every one, is broken, when it is of a run that would have trained other
+    weights, naming what differs and how to allow it, and when it is of more steps than the run has.
     """
     if resume == "never":
         return None
     path, found = _newest_whole(folder) if resume == "auto" else _named(Path(resume), folder)
     if path is None:
         return None
-    saved = found.identity
-    differing = sorted(key for key in {*saved, *identity} if saved.get(key) != identity.get(key))
-    if differing:
-        lines = [f"{key}: {saved.get(key)} there, {identity.get(key)} now" for key in differing[:12]]
+    _compare(path, found.identity, identity, changes)
+    if total_steps is not None and found.step > total_steps:
         raise UserError(
-            "the checkpoint is of another run:\n    " + "\n    ".join(lines),
+            f"the checkpoint is of {found.step} steps, and the run has {total_steps} now",
             where=str(path),
-            fix="give the same values, choose another run_dir, or start anew with resume=never",
+            fix="raise max_steps or epochs, or name an earlier checkpoint with resume=<run_dir>/checkpoints/step_<n>",
         )
     return path
+
+
+def _compare(path: Path, saved: dict[str, Any], identity: dict[str, Any], changes: Changes) -> None:
+    differing = sorted(key for key in {*saved, *identity} if saved.get(key) != identity.get(key))
+    told = {key: f"{key}: {saved.get(key)} there, {identity.get(key)} now" for key in differing}
+    refused = [key for key in differing if key not in changes.allowed]
+    if not refused:
+        for key in differing:
+            log.warning("going on from %s with another value, as allowed: %s", path.name, told[key])
+        return
+    same = "give the same values, choose another run_dir, or start anew with resume=never"
+    fixed = [key for key in refused if key not in changes.possible]
+    refused.sort(key=lambda key: key not in fixed)  # what cannot be allowed is said first
+    allow = ",".join(sorted(changes.allowed | set(refused)))
+    raise UserError(
+        "the checkpoint is of another run:\n    " + "\n    ".join(told[key] for key in refused[:12]),
+        where=str(path),
+        fix=same if fixed else f"to go on from it with the new values, add 'allow=[{allow}]'; or {same}",
+    )
 
 
 def _newest_whole(folder: Path) -> tuple[Path, Seal] | tuple[None, None]:
@@ -283,15 +315,18 @@ def _named(path: Path, folder: Path) -> tuple[Path, Seal]:
         ) from error
 
 
-def agree_on_checkpoint(folder: Path, resume: str, identity: dict[str, Any], world: World) -> Path | None:
-    """`choose_checkpoint` by rank 0, for all ranks: each then makes sure that it sees the very same checkpoint.
+def agree_on_checkpoint(
+    folder: Path, resume: str, identity: dict[str, Any], world: World, *but: Any
+) -> Path | None:
+    """`choose_checkpoint` by rank 0 (but: its last arguments), for all ranks: each then makes sure that it sees the very
+    same checkpoint.
 
     Raises UserError on every rank when rank 0 refuses, or when some rank sees another one.
     """
     chosen, refusal, told = None, None, [0, 0, 0]
     if world.rank == 0:
         try:
-            chosen = choose_checkpoint(folder, resume, identity)
+            chosen = choose_checkpoint(folder, resume, identity, *but)
             told = [1, 0, 0] if chosen is None else [1, *_fingerprint(chosen)]
         except UserError as error:
             refusal = error

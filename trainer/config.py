@@ -50,6 +50,7 @@ class RunConfig:
     max_steps: int = 0  # 0: all steps of all epochs
     global_batch: int = 8  # packs in one optimizer step, over all ranks
     resume: str = "auto"  # auto: from the newest whole checkpoint of run_dir; never; or a checkpoint's path
+    allow: list[str] = field(default_factory=list)  # keys that may differ from the checkpoint's, such as optim.lr
     target: TargetConfig = MISSING
     data: DataConfig = MISSING
     drafter: Any = MISSING

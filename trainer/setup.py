@@ -6,8 +6,7 @@ long is kept in the user's cache, keyed by content.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,11 @@ from data_pipelines.errors import UserError
 from data_pipelines.features import FeatureSpec
 from data_pipelines.packing import Plan
 
+from .checkpoint import Changes, choose_checkpoint
 from .config import RunConfig
 from .drafters import DRAFTERS, Drafter, build_drafter
+from .identity import changes, run_identity
 from .target import FrozenTarget
-
-# What may differ between a run and its resumption: none of it decides which weights come out.
-_FREE = {"run_dir", "recipe", "resume"}
-_FREE_KEYS = {"data.workers", "data.streaming", "data.max_quarantined_fraction"}
-_FREE_GROUPS = {"source", "store", "tracker", "cluster", "checkpoint", "evaluate", "export"}
 
 
 @dataclass(frozen=True)
@@ -53,21 +49,19 @@ class RunSetup:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What decides the weights: a checkpoint of another identity is not resumed."""
-        flat: dict[str, Any] = {"plan": self.plan.fingerprint, "target": self.target.fingerprint}
-        for key, value in asdict(self.config).items():
-            if key in _FREE or key in _FREE_GROUPS:
-                continue
-            if key == "parallel":  # in which mode and on how many ranks is free; in which precision is not
-                flat["parallel.compute_dtype"] = str(resolve_dtype(value["compute_dtype"]))
-            elif key == "target":  # the fingerprint says which, wherever it lies
-                flat["target.dtype"] = self.spec.dtype
-            elif isinstance(value, dict):
-                flat.update({f"{key}.{name}": v for name, v in value.items()})
-            else:
-                flat[key] = value
-        for key in _FREE_KEYS:
-            del flat[key]
-        return json.loads(json.dumps(flat))
+        # A longer run has the same packs in the same order, and more of them: its length is in `epochs` and `max_steps`.
+        plan, target = self.plan.packs.fingerprint, self.target.fingerprint
+        return run_identity(self.config, plan=plan, target=target, dtype=self.spec.dtype)
+
+    @cached_property
+    def changes(self) -> Changes:
+        """What of the identity may differ from a checkpoint's."""
+        return changes(self.config)
+
+    def choose_checkpoint(self) -> Path | None:
+        """The checkpoint that this run goes on from, or None. See `checkpoint.choose_checkpoint`."""
+        folder = self.run_dir / "checkpoints"
+        return choose_checkpoint(folder, self.config.resume, self.identity, self.changes, self.total_steps)
 
     def build_drafter(self, frozen: FrozenTarget) -> Drafter:
         """The untrained drafter of this run: a function of the config, its seed and the target."""
@@ -81,6 +75,7 @@ class RunSetup:
 
 def prepare_run(config: RunConfig) -> RunSetup:
     """Raises UserError on data that cannot be trained on, a vocabulary that does not fit, fewer packs than one step takes."""
+    changes(config)
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     target = resolve_target(config.target)

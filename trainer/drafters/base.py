@@ -22,7 +22,11 @@ from ..target import FrozenTarget
 class DrafterConfig:
     """loss: any mixture of the named losses, such as `0.1*ce + 0.9*l1`. draft_vocab_size: D, the most frequent labels;
     0: all of V. keep_unmapped: also train drafts whose teacher argmax lies outside the draft vocabulary.
+
+    training: the keys that say how a drafter is trained; all others say what it is.
     """
+
+    training: ClassVar[frozenset[str]] = frozenset({"loss", "keep_unmapped"})
 
     name: str = ""
     loss: str = "soft_ce"

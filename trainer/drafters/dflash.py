@@ -47,6 +47,8 @@ class DFlashConfig(DrafterConfig):
     anchor); empty: all full. sliding_window_non_causal: a block's slots see each other both ways in sliding layers too.
     """
 
+    training = DrafterConfig.training | {"anchors", "weighting", "gamma", "dpace_alpha"}
+
     name: str = "dflash"
     loss: str = "ce"
     taps: list[int] = field(default_factory=list)

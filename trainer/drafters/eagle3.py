@@ -29,6 +29,8 @@ class Eagle3Config(DrafterConfig):
     the normed output back; with fc_norm that is EAGLE-3.1. train_head: else the head stays the target's rows.
     """
 
+    training = DrafterConfig.training | {"steps", "step_weight"}
+
     name: str = "eagle3"
     taps: list[int] = field(default_factory=list)
     num_layers: int = 1

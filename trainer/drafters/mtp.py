@@ -55,6 +55,8 @@ class MTPConfig(DrafterConfig):
     warm_start: auto begins from the MTP head that the target's checkpoint brings along, if it has one.
     """
 
+    training = DrafterConfig.training | {"steps", "step_weight", "attention", "warm_start"}
+
     name: str = "mtp"
     loss: str = "ce"
     form: str = "shared"
