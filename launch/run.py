@@ -114,6 +114,8 @@ def _learn_and_judge(setup: RunSetup, places: Places, ports: dict[str, int], scr
         note(str(run_dir / "report.html"))
     screen.console.print()
     screen.console.print(report.table(summary))
+    for warning in report.warnings(summary):
+        screen.line(f"\nwarning: {warning}")
     screen.line(f"\ntry next: {next_command(setup.config)}")
     return summary
 

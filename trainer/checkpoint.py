@@ -315,9 +315,7 @@ def _named(path: Path, folder: Path) -> tuple[Path, Seal]:
         ) from error
 
 
-def agree_on_checkpoint(
-    folder: Path, resume: str, identity: dict[str, Any], world: World, *but: Any
-) -> Path | None:
+def agree_on_checkpoint(folder: Path, resume: str, identity: dict[str, Any], world: World, *but: Any) -> Path | None:
     """`choose_checkpoint` by rank 0 (but: its last arguments), for all ranks: each then makes sure that it sees the very
     same checkpoint.
 

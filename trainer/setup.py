@@ -16,6 +16,7 @@ import torch
 from data_pipelines.conversations.dataset import training_data
 from data_pipelines.conversations.prepare import Prepared
 from data_pipelines.conversations.vocabulary import draft_vocabulary
+from data_pipelines.documents import Documents
 from data_pipelines.engines import Target, resolve_dtype, resolve_target
 from data_pipelines.errors import UserError
 from data_pipelines.features import FeatureSpec
@@ -94,6 +95,8 @@ def prepare_run(config: RunConfig) -> RunSetup:
             fix=f"use evaluate.draft_tokens={most}, or a larger drafter.block_size",
         )
     prepared = training_data(config.data, target, tokenizer, run_dir, config.seed)
+    drafter = DRAFTERS[config.drafter.name]
+    check_that_drafts_count(prepared.documents, drafter.first)
     size = getattr(config.drafter, "draft_vocab_size", 0)
     if size > target.config.vocab_size:
         raise UserError(
@@ -103,7 +106,7 @@ def prepare_run(config: RunConfig) -> RunSetup:
     kept = None
     if 0 < size < target.config.vocab_size:
         kept = draft_vocabulary(prepared.documents, size, target.config.vocab_size)
-    contract = DRAFTERS[config.drafter.name].contract(config.drafter, target.config.num_hidden_layers)
+    contract = drafter.contract(config.drafter, target.config.num_hidden_layers)
     dtype = str(resolve_dtype(config.target.dtype)).removeprefix("torch.")
     spec = FeatureSpec(target.fingerprint, contract.taps, target.config.hidden_size, dtype)
     plan = Plan(prepared.documents, pack_tokens=config.data.pack_tokens, seed=config.seed, epochs=config.epochs)
@@ -114,3 +117,17 @@ def prepare_run(config: RunConfig) -> RunSetup:
             fix="lower global_batch or data.pack_tokens, raise epochs, or give more data",
         )
     return RunSetup(config, run_dir, target, prepared, kept, spec, plan)
+
+
+def check_that_drafts_count(documents: Documents, first: int) -> None:
+    """Raises UserError when no draft of the data counts: no document supervises two neighbouring tokens, a bonus token
+    from position `first` on and the one that is drafted after it."""
+    for document in documents:
+        mask = document.loss_mask[first:]
+        if (mask[1:] & mask[:-1]).any():
+            return
+    raise UserError(
+        "no draft of the data counts: a draft is trained where the token before it is supervised, too, and no document"
+        " supervises two tokens side by side",
+        fix="draftsmith inspect shows what is supervised; look at the loss masks of the data",
+    )
