@@ -25,14 +25,17 @@ from data_pipelines.packing import Plan
 from .checkpoint import Changes, choose_checkpoint
 from .config import RunConfig
 from .drafters import DRAFTERS, Drafter, build_drafter
+from .export.saved import SavedDrafter
 from .identity import changes, run_identity
+from .start import begin_from
 from .target import FrozenTarget
 
 
 @dataclass(frozen=True)
 class RunSetup:
     """kept: int64 [D], the target ids of the draft vocabulary, ascending; None for the whole vocabulary. spec: what the
-    features are of. total_steps: optimizer steps of the run."""
+    features are of. start: the drafter that this one begins from, if it does not begin anew. total_steps: optimizer steps
+    of the run."""
 
     config: RunConfig
     run_dir: Path
@@ -41,6 +44,7 @@ class RunSetup:
     kept: torch.Tensor | None
     spec: FeatureSpec
     plan: Plan
+    start: SavedDrafter | None = None
 
     @cached_property
     def total_steps(self) -> int:
@@ -52,7 +56,8 @@ class RunSetup:
         """What decides the weights: a checkpoint of another identity is not resumed."""
         # A longer run has the same packs in the same order, and more of them: its length is in `epochs` and `max_steps`.
         plan, target = self.plan.packs.fingerprint, self.target.fingerprint
-        return run_identity(self.config, plan=plan, target=target, dtype=self.spec.dtype)
+        started = {"drafter.init_sha256": self.start.sha256} if self.start else {}
+        return {**run_identity(self.config, plan=plan, target=target, dtype=self.spec.dtype), **started}
 
     @cached_property
     def changes(self) -> Changes:
@@ -70,7 +75,10 @@ class RunSetup:
             torch.manual_seed(self.config.seed)
             drafter = build_drafter(self.config.drafter, self.target.config, self.kept)
         drafter.start_head(frozen)
-        drafter.warm_start(self.target)
+        if self.start is None:
+            drafter.warm_start(self.target)
+        else:
+            self.start.fill(drafter)
         return drafter
 
 
@@ -87,7 +95,8 @@ def prepare_run(config: RunConfig) -> RunSetup:
             where=target.path,
             fix="use the tokenizer that belongs to this target",
         )
-    config = replace(config, drafter=config.drafter.completed(tokenizer, target.config.vocab_size))
+    described, start = begin_from(config.drafter, target)
+    config = replace(config, drafter=described.completed(tokenizer, target.config.vocab_size))
     most, asked = config.drafter.most_drafts, config.evaluate.draft_tokens
     if most is not None and asked > most:
         raise UserError(
@@ -103,8 +112,8 @@ def prepare_run(config: RunConfig) -> RunSetup:
             f"drafter.draft_vocab_size={size} is larger than the target's vocabulary, {target.config.vocab_size}",
             fix="use a smaller one, or 0 for the whole vocabulary",
         )
-    kept = None
-    if 0 < size < target.config.vocab_size:
+    kept = start.kept if start else None
+    if not start and 0 < size < target.config.vocab_size:
         kept = draft_vocabulary(prepared.documents, size, target.config.vocab_size)
     contract = drafter.contract(config.drafter, target.config.num_hidden_layers)
     dtype = str(resolve_dtype(config.target.dtype)).removeprefix("torch.")
@@ -116,7 +125,7 @@ def prepare_run(config: RunConfig) -> RunSetup:
             f"{config.global_batch})",
             fix="lower global_batch or data.pack_tokens, raise epochs, or give more data",
         )
-    return RunSetup(config, run_dir, target, prepared, kept, spec, plan)
+    return RunSetup(config, run_dir, target, prepared, kept, spec, plan, start)
 
 
 def check_that_drafts_count(documents: Documents, first: int) -> None:

@@ -1,0 +1,63 @@
+"""Where a drafter begins: fresh, or as one that there is already (`drafter.init`)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import MISSING, Field, fields, replace
+from typing import Any
+
+import torch
+
+from data_pipelines.engines import Target
+from data_pipelines.errors import UserError
+
+from .drafters import DrafterConfig
+from .export.saved import SavedDrafter, find_drafter, read_drafter
+from .target import FrozenTarget
+
+log = logging.getLogger("trainer")
+
+
+def begin_from(given: DrafterConfig, target: Target) -> tuple[DrafterConfig, SavedDrafter | None]:
+    """The config of a run's drafter with all that says what it is taken over from `init`, and the drafter there.
+
+    What says how it is trained stays the run's. Raises UserError when a key was given and contradicts the drafter there.
+    """
+    if not given.init:
+        return given, None
+    saved = read_drafter(find_drafter(given.init), target)
+    theirs = saved.config
+    if theirs.name != given.name:
+        raise UserError(
+            f"drafter={given.name}, and drafter.init={given.init} is a {theirs.name} drafter",
+            fix=f"use drafter={theirs.name}, or another init",
+        )
+    if hasattr(theirs, "train_head"):
+        own = saved.has_own_head(FrozenTarget.load(target, torch.float32))
+        theirs = replace(theirs, train_head=own or given.train_head)  # a head like the target's may be trained or not
+    taken = {f.name: _taken(f, given, theirs) for f in fields(given) if f.name not in _trained(given, theirs)}
+    changed = {key: value for key, value in taken.items() if value != getattr(given, key) and key != "layer"}
+    said = ", ".join(f"{key}={value}" for key, value in changed.items())
+    log.info("drafter.init=%s (%s): %s", given.init, saved.path, said or "of the shape that the run has anyway")
+    return replace(given, **taken), saved
+
+
+def _trained(given: DrafterConfig, theirs: DrafterConfig) -> set[str]:
+    """The keys that stay the run's."""
+    keys = {*given.training, "name", "init"}
+    if getattr(theirs, "form", "") == "chained":  # a module for each step: how many is what it is
+        keys.discard("steps")
+    if getattr(theirs, "confidence_weight", 0.0) and getattr(given, "confidence_weight", 0.0):
+        keys.add("confidence_weight")  # the head is there; what its loss weighs is the run's
+    return keys
+
+
+def _taken(f: Field, given: DrafterConfig, theirs: DrafterConfig) -> Any:
+    asked, there = getattr(given, f.name), getattr(theirs, f.name)
+    default = f.default_factory() if f.default_factory is not MISSING else f.default
+    if asked not in (there, default):
+        raise UserError(
+            f"drafter.{f.name}={asked}, and the drafter of drafter.init={given.init} has {f.name}={there}",
+            fix=f"leave drafter.{f.name} out, give drafter.{f.name}={there}, or begin from another drafter",
+        )
+    return there
