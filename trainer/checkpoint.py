@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -380,10 +381,16 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     names = {name.removeprefix("model."): found for name, found in stored.items() if name.startswith("model.")}
     state = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in names.items()}
-    dcp.load({"model": state}, checkpoint_id=path, no_dist=True)
+    _load_alone({"model": state}, path)
     return state
 
 
 def load_weights(path: Path, drafter: torch.nn.Module) -> None:
     """Only the weights, into one process without a process group."""
-    dcp.load({"model": drafter.state_dict()}, checkpoint_id=path, no_dist=True)
+    _load_alone({"model": drafter.state_dict()}, path)
+
+
+def _load_alone(state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads it: as meant
+        dcp.load(state, checkpoint_id=path, no_dist=True)

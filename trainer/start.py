@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ def begin_from(given: DrafterConfig, target: Target) -> tuple[DrafterConfig, Sav
     if hasattr(theirs, "train_head"):
         own = saved.has_own_head(FrozenTarget.load(target, torch.float32))
         theirs = replace(theirs, train_head=own or given.train_head)  # a head like the target's may be trained or not
-    taken = {f.name: _taken(f, given, theirs) for f in fields(given) if f.name not in _trained(given, theirs)}
+    taken = {f.name: getattr(theirs, f.name) for f in fields(given) if f.name not in _trained(given, theirs)}
+    _refuse_contradictions(given, taken)
     changed = {key: value for key, value in taken.items() if value != getattr(given, key) and key != "layer"}
     said = ", ".join(f"{key}={value}" for key, value in changed.items())
     log.info("drafter.init=%s (%s): %s", given.init, saved.path, said or "of the shape that the run has anyway")
@@ -52,12 +53,19 @@ def _trained(given: DrafterConfig, theirs: DrafterConfig) -> set[str]:
     return keys
 
 
-def _taken(f: Field, given: DrafterConfig, theirs: DrafterConfig) -> Any:
-    asked, there = getattr(given, f.name), getattr(theirs, f.name)
-    default = f.default_factory() if f.default_factory is not MISSING else f.default
-    if asked not in (there, default):
-        raise UserError(
-            f"drafter.{f.name}={asked}, and the drafter of drafter.init={given.init} has {f.name}={there}",
-            fix=f"leave drafter.{f.name} out, give drafter.{f.name}={there}, or begin from another drafter",
+def _refuse_contradictions(given: DrafterConfig, taken: dict[str, Any]) -> None:
+    """A value that is the default counts as not given."""
+    fresh, contradicting = type(given)(), []
+    for key, there in taken.items():
+        asked = getattr(given, key)
+        if asked not in (there, getattr(fresh, key)):
+            contradicting.append(key)
+    if contradicting:
+        said = "\n    ".join(
+            f"drafter.{key}={getattr(given, key)}, and {key}={taken[key]} there" for key in contradicting
         )
-    return there
+        right = " ".join(f"drafter.{key}={taken[key]}" for key in contradicting)
+        raise UserError(
+            f"what was given contradicts the drafter of drafter.init={given.init}:\n    {said}",
+            fix=f"give {right} (or leave it out where a recipe does not set it), or begin from another drafter",
+        )

@@ -91,8 +91,8 @@ class SavedDrafter:
 
     def warn_of_another_target(self, target: Target) -> None:
         """By name only: a folder of the same name elsewhere is taken for the same target."""
-        names = [re.split(r"[/\\]", name.rstrip("/\\"))[-1] for name in (self.verifier, target.name)]
-        if self.verifier and names[0] != names[1]:
+        said, *known = (Path(name).name for name in (self.verifier, target.name, target.path))
+        if said and said not in known:
             log.warning(
                 "%s says that it drafts for %s, and this target is %s: shapes fit, but look at its acceptance",
                 self.path, self.verifier, target.name,
