@@ -34,7 +34,7 @@ from .target import FrozenTarget
 @dataclass(frozen=True)
 class RunSetup:
     """kept: int64 [D], the target ids of the draft vocabulary, ascending; None for the whole vocabulary. spec: what the
-    features are of. start: the drafter that this one begins from, if it does not begin anew. total_steps: optimizer steps
+    features are of. start: the drafter that this one begins from, if it does not begin anew; begins: the same in words. total_steps: optimizer steps
     of the run."""
 
     config: RunConfig
@@ -45,6 +45,7 @@ class RunSetup:
     spec: FeatureSpec
     plan: Plan
     start: SavedDrafter | None = None
+    begins: str = ""
 
     @cached_property
     def total_steps(self) -> int:
@@ -95,7 +96,7 @@ def prepare_run(config: RunConfig) -> RunSetup:
             where=target.path,
             fix="use the tokenizer that belongs to this target",
         )
-    described, start = begin_from(config.drafter, target)
+    described, start, begins = begin_from(config.drafter, target)
     config = replace(config, drafter=described.completed(tokenizer, target.config.vocab_size))
     most, asked = config.drafter.most_drafts, config.evaluate.draft_tokens
     if most is not None and asked > most:
@@ -125,7 +126,7 @@ def prepare_run(config: RunConfig) -> RunSetup:
             f"{config.global_batch})",
             fix="lower global_batch or data.pack_tokens, raise epochs, or give more data",
         )
-    return RunSetup(config, run_dir, target, prepared, kept, spec, plan, start)
+    return RunSetup(config, run_dir, target, prepared, kept, spec, plan, start, begins)
 
 
 def check_that_drafts_count(documents: Documents, first: int) -> None:

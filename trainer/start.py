@@ -18,13 +18,14 @@ from .target import FrozenTarget
 log = logging.getLogger("trainer")
 
 
-def begin_from(given: DrafterConfig, target: Target) -> tuple[DrafterConfig, SavedDrafter | None]:
-    """The config of a run's drafter with all that says what it is taken over from `init`, and the drafter there.
+def begin_from(given: DrafterConfig, target: Target) -> tuple[DrafterConfig, SavedDrafter | None, str]:
+    """The config of a run's drafter with all that says what it is taken over from `init`, the drafter there, and, in words,
+    which keys follow it. What says how it is trained stays the run's.
 
-    What says how it is trained stays the run's. Raises UserError when a key was given and contradicts the drafter there.
+    Raises UserError when a key was given and contradicts the drafter there.
     """
     if not given.init:
-        return given, None
+        return given, None, ""
     saved = read_drafter(find_drafter(given.init), target)
     theirs = saved.config
     if theirs.name != given.name:
@@ -38,9 +39,10 @@ def begin_from(given: DrafterConfig, target: Target) -> tuple[DrafterConfig, Sav
     taken = {f.name: getattr(theirs, f.name) for f in fields(given) if f.name not in _trained(given, theirs)}
     _refuse_contradictions(given, taken)
     changed = {key: value for key, value in taken.items() if value != getattr(given, key) and key != "layer"}
-    said = ", ".join(f"{key}={value}" for key, value in changed.items())
-    log.info("drafter.init=%s (%s): %s", given.init, saved.path, said or "of the shape that the run has anyway")
-    return replace(given, **taken), saved
+    follow = ", ".join(f"{key}={value}" for key, value in changed.items())
+    said = f"begins from {saved.path}{', whose are ' if follow else ''}{follow}"
+    log.info("the drafter %s", said)
+    return replace(given, **taken), saved, said
 
 
 def _trained(given: DrafterConfig, theirs: DrafterConfig) -> set[str]:
