@@ -34,8 +34,8 @@ from .target import FrozenTarget
 @dataclass(frozen=True)
 class RunSetup:
     """kept: int64 [D], the target ids of the draft vocabulary, ascending; None for the whole vocabulary. spec: what the
-    features are of. start: the drafter that this one begins from, if it does not begin anew; begins: the same in words. total_steps: optimizer steps
-    of the run."""
+    features are of. start: the drafter that this one begins from, if it does not begin anew; begins: the same in words.
+    total_steps: optimizer steps of the run."""
 
     config: RunConfig
     run_dir: Path
