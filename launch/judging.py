@@ -23,8 +23,12 @@ def command(arguments: argparse.Namespace) -> None:
     given = ("prompts", "max_prompts", "max_new_tokens", "batch_size")
     asked = {key: getattr(arguments, key) for key in given if getattr(arguments, key) is not None}
     for key in ("max_prompts", "max_new_tokens", "batch_size", "draft_tokens"):
-        if (getattr(arguments, key) or 1) < 1:
-            raise UserError(f"--{key.replace('_', '-')} {getattr(arguments, key)}; it must be at least 1")
+        value = getattr(arguments, key)
+        if value is not None and value < 1:
+            raise UserError(f"--{key.replace('_', '-')} {value}; it must be at least 1")
+    prompts = arguments.prompts
+    if prompts and not prompts.startswith(("builtin:", "hf:")) and not Path(prompts).exists():
+        raise UserError(f"--prompts {prompts} does not exist", fix="name a .jsonl file of rows with `messages`")
     kind = arguments.target if arguments.target in _KINDS else "hf"
     target = resolve_target(TargetConfig(kind=kind, path="" if kind != "hf" else arguments.target))
     judged = judge_saved(target, arguments.draft, EvaluateConfig(**asked), arguments.seed, arguments.draft_tokens)

@@ -10,7 +10,7 @@ from data_pipelines.engines import resolve_dtype
 from data_pipelines.errors import UserError, did_you_mean
 
 from .checkpoint import Changes
-from .config import RunConfig
+from .config import RunConfig, all_keys
 
 # What is free to differ between a run and its resumption: none of it decides which weights come out.
 _FREE = {"run_dir", "recipe", "resume", "allow"}
@@ -49,9 +49,10 @@ def changes(config: RunConfig) -> Changes:
     possible = _CHANGEABLE | optim | training
     for key in config.allow:
         if key not in possible:
+            meant = None if key in all_keys(config.drafter.name) else did_you_mean(key, possible)
             raise UserError(
                 f"allow=[{key}]: a run cannot go on with another {key}",
-                fix=f"{did_you_mean(key, possible) or 'start anew with resume=never or another run_dir'} "
+                fix=f"{meant or 'start anew with resume=never or another run_dir'} "
                 f"(what may differ: {', '.join(sorted(possible))})",
             )
     return Changes(frozenset(config.allow), frozenset(possible))
