@@ -20,7 +20,8 @@ def judge(setup: RunSetup, when: str) -> dict[str, Any] | None:
     config = setup.config
     if not config.evaluate.enabled:
         return None
-    weights = setup.identity if when == "before" else [training(setup.run_dir)["weights_sha256"], asdict(config.export)]
+    untrained = {key: value for key, value in setup.identity.items() if key not in setup.changes.possible}
+    weights = untrained if when == "before" else [training(setup.run_dir)["weights_sha256"], asdict(config.export)]
     depends_on = [weights, asdict(config.evaluate), setup.target.fingerprint]
     return remembered(setup.run_dir, when, depends_on, lambda: evaluate_run(config, setup.run_dir, when))
 
@@ -57,14 +58,14 @@ def summarise(
     """The content of summary.json."""
     config, trained = setup.config, training(setup.run_dir)
     streamed = config.source.name in ("stream", "hybrid")
-    numbers = ("steps", "packs", "tokens", "seconds", "tokens_per_second", "wait_fraction", "loss", "weights_sha256")
+    numbers = ("steps", "packs", "tokens", "seconds", "tokens_per_second", "wait_fraction", "loss", "trained_share")
     return {
         "recipe": config.recipe,
         "target": setup.target.name,
         "drafter": config.drafter.name,
         "world_size": trained["world_size"],
         "producers": config.cluster.producers if streamed else 0,
-        **{name: trained[name] for name in numbers},
+        **{name: trained[name] for name in (*numbers, "weights_sha256")},
         "acceptance": {"before": domains(before), "after": domains(after)},
         "lossless": before["lossless"] and after["lossless"] if before and after else None,
         "export": str(exported),

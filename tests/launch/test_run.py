@@ -41,7 +41,7 @@ def test_the_summary_has_every_promised_key(finished: tuple[Path, subprocess.Com
     summary = read_summary(run_dir)
     assert set(summary) == {
         "recipe", "target", "drafter", "world_size", "producers", "steps", "packs", "tokens", "seconds",
-        "tokens_per_second", "wait_fraction", "loss", "weights_sha256", "acceptance", "lossless", "export",
+        "tokens_per_second", "wait_fraction", "loss", "trained_share", "weights_sha256", "acceptance", "lossless", "export",
     }  # fmt: skip
     assert (summary["recipe"], summary["drafter"], summary["target"]) == ("ci_eagle3", "eagle3", "draftsmith/tiny")
     assert (summary["world_size"], summary["producers"], summary["steps"], summary["packs"]) == (2, 2, 12, 48)

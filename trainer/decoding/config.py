@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from data_pipelines.errors import UserError
+
 
 @dataclass
 class EvaluateConfig:
@@ -20,3 +22,8 @@ class EvaluateConfig:
     max_new_tokens: int = 96
     draft_tokens: int = 5
     batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        for key in ("max_new_tokens", "draft_tokens", "batch_size"):
+            if getattr(self, key) < 1:
+                raise UserError(f"evaluate.{key}={getattr(self, key)}; it must be at least 1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,18 +39,35 @@ def evaluate_run(config: RunConfig, run_dir: Path, when: str, name: str = "") ->
         raise UserError(f"when={when} is neither before nor after")
     folder = Path(run_dir) / "evaluation"
     target = resolve_target(config.target)
-    model, tokenizer = target.load_model(torch.float32), target.load_tokenizer()
-    frozen = FrozenTarget(model)
-    drafter = _drafter(config, Path(run_dir), target, frozen, when).to(next(model.parameters()).device).eval()
-    rows = list(read_rows(config.evaluate.prompts, config.evaluate.max_prompts, config.seed))
-    prompts, _ = render_prompts(rows, tokenizer, context_limit(model))
-    eos_ids = stop_ids(tokenizer, model.generation_config)
-    reference = _kept_reference(
-        folder / f"{name and name + '-'}reference.json", model, target, prompts, config.evaluate, eos_ids
-    )
-    result = {"when": when, **evaluate(model, tokenizer, drafter, frozen, rows, config.evaluate, reference)}
+
+    def drafter(frozen: FrozenTarget) -> Drafter:
+        return _drafter(config, Path(run_dir), target, frozen, when)
+
+    kept = folder / f"{name and name + '-'}reference.json"
+    result = {"when": when, **judge_drafter(target, drafter, config.evaluate, config.seed, kept)}
     write_json(folder / f"{name or when}.json", result)
     return result
+
+
+def judge_drafter(
+    target: Target,
+    build: Callable[[FrozenTarget], Drafter],
+    cfg: EvaluateConfig,
+    seed: int,
+    kept: Path | None = None,
+) -> dict[str, Any]:
+    """What `evaluate.evaluate` finds of the drafter that `build` gives, on cfg's prompts. kept: the file of plain decoding,
+    read if it is of the same, else written; None: it is decoded and not kept."""
+    model, tokenizer = target.load_model(torch.float32), target.load_tokenizer()
+    frozen = FrozenTarget(model)
+    drafter = build(frozen).to(next(model.parameters()).device).eval()
+    rows = list(read_rows(cfg.prompts, cfg.max_prompts, seed))
+    reference = None
+    if kept is not None:
+        prompts, _ = render_prompts(rows, tokenizer, context_limit(model))
+        eos_ids = stop_ids(tokenizer, model.generation_config)
+        reference = _kept_reference(kept, model, target, prompts, cfg, eos_ids)
+    return evaluate(model, tokenizer, drafter, frozen, rows, cfg, reference)
 
 
 def _drafter(config: RunConfig, run_dir: Path, target: Target, frozen: FrozenTarget, when: str) -> Drafter:

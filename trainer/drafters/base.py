@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -22,12 +22,22 @@ from ..target import FrozenTarget
 class DrafterConfig:
     """loss: any mixture of the named losses, such as `0.1*ce + 0.9*l1`. draft_vocab_size: D, the most frequent labels;
     0: all of V. keep_unmapped: also train drafts whose teacher argmax lies outside the draft vocabulary.
+
+    init: an export, a run's folder or a hub id of a drafter to begin from: its weights, its draft vocabulary and all keys
+    that say what it is, unless they are given and contradict it. layer: keys of the layers' transformers config that do not
+    follow the target (`layers.LAYER_KEYS`); `init` fills it in.
+
+    training: the keys that say how a drafter is trained; all others say what it is.
     """
+
+    training: ClassVar[frozenset[str]] = frozenset({"loss", "keep_unmapped"})
 
     name: str = ""
     loss: str = "soft_ce"
     draft_vocab_size: int = 0
     keep_unmapped: bool = False
+    init: str = ""
+    layer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Mixture.parse(self.loss)

@@ -26,7 +26,7 @@ from ..losses import CHUNK_ELEMENTS, Judged, upcast
 from ..target import FrozenTarget
 from .base import Committed, Contract, Drafter, DrafterConfig, check_taps, default_taps
 from .blocks import CachedBlocks, TrainedBlocks, block_seen, context_seen, draw_anchors
-from .layers import BlockLayer, Rotary, draft_layer_config, init_linears
+from .layers import BlockLayer, Rotary, draft_layer_config, init_linears, with_own
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SLOTS = {"anchor_predicts": 0, "anchor_is_context": 1}  # → the slot of the first draft
@@ -46,6 +46,8 @@ class DFlashConfig(DrafterConfig):
     layer_types: of each layer, full_attention or sliding_attention (the last sliding_window positions before the
     anchor); empty: all full. sliding_window_non_causal: a block's slots see each other both ways in sliding layers too.
     """
+
+    training = DrafterConfig.training | {"anchors", "weighting", "gamma", "dpace_alpha"}
 
     name: str = "dflash"
     loss: str = "ce"
@@ -144,7 +146,7 @@ class DFlash(Drafter):
         self.set_vocabulary(kept, target_config.vocab_size)
         self.layer_types = config.layer_types or [FULL] * config.num_layers
         sliding = SLIDING in self.layer_types
-        self.layer_config = shape = draft_layer_config(
+        shape = draft_layer_config(
             target_config,
             config.num_layers,
             Qwen3Config,
@@ -152,6 +154,7 @@ class DFlash(Drafter):
             use_sliding_window=sliding,
             sliding_window=config.sliding_window if sliding else None,
         )
+        self.layer_config = shape = with_own(shape, {**config.layer, "model_type": "qwen3"} if config.layer else {})
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(len(self.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps)
@@ -318,7 +321,7 @@ class DFlash(Drafter):
             num_layers=layer["num_hidden_layers"],
             block_size=exported["block_size"],
             slots="anchor_predicts" if exported["sample_from_anchor"] else "anchor_is_context",
-            mask_token=exported["mask_token_id"],
+            mask_token=-1 if exported["mask_token_id"] is None else exported["mask_token_id"],
             draft_vocab_size=exported["draft_vocab_size"],
             layer_types=layer["layer_types"],
             sliding_window_non_causal=exported["sliding_window_non_causal"],

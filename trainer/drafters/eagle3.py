@@ -16,7 +16,7 @@ from data_pipelines.errors import UserError
 
 from ..target import FrozenTarget
 from .base import Contract, DrafterConfig, check_taps, default_taps
-from .layers import QK_NORMED, DraftLayer, FusionLayer, Rotary, draft_layer_config, init_linears
+from .layers import QK_NORMED, DraftLayer, FusionLayer, Rotary, draft_layer_config, init_linears, with_own
 from .rollout import RolloutDrafter
 
 
@@ -28,6 +28,8 @@ class Eagle3Config(DrafterConfig):
     norm_before_fc (one norm over the concatenated taps) and fc_norm (one per tap) exclude each other. norm_output feeds
     the normed output back; with fc_norm that is EAGLE-3.1. train_head: else the head stays the target's rows.
     """
+
+    training = DrafterConfig.training | {"steps", "step_weight"}
 
     name: str = "eagle3"
     taps: list[int] = field(default_factory=list)
@@ -60,7 +62,8 @@ class Eagle3(RolloutDrafter):
         self.set_vocabulary(kept, target_config.vocab_size)
         # The two shapes that engines serve: with norms on queries and keys where the target's family has them, or without.
         family = Qwen3Config if target_config.model_type in QK_NORMED else LlamaConfig
-        self.layer_config = shape = draft_layer_config(target_config, config.num_layers, family)
+        shape = draft_layer_config(target_config, config.num_layers, family)
+        self.layer_config = shape = with_own(shape, config.layer)
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(len(self.taps) * size, size, bias=False)
         if config.norm_before_fc:
@@ -141,13 +144,12 @@ class Eagle3(RolloutDrafter):
 
     @classmethod
     def config_from_export(cls, exported: dict[str, Any]) -> Eagle3Config:
-        """The head comes with an export, trained or not; how the drafter was trained does not."""
+        """How the drafter was trained does not come with an export."""
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         return Eagle3Config(
             taps=exported["eagle_aux_hidden_state_layer_ids"],
             num_layers=exported["transformer_layer_config"]["num_hidden_layers"],
             draft_vocab_size=exported["draft_vocab_size"],
-            train_head=True,
             **{flag: exported[flag] for flag in flags},
         )
 

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
+from data_pipelines.errors import UserError
+
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
+# The keys of a drafter's layers that follow the target unless `drafter.layer` has them.
+LAYER_KEYS = (
+    "model_type",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "max_position_embeddings",
+)
 # Families whose attention norms queries and keys per head.
 QK_NORMED = ("qwen3", "qwen3_moe", "qwen3_next", "gemma3", "gemma3_text")
 
@@ -163,3 +178,15 @@ def draft_layer_config(
         pad_token_id=None,
         **options,
     )
+
+
+def with_own(shape: PretrainedConfig, own: dict[str, Any]) -> PretrainedConfig:
+    """The config of layers of which some keys (of LAYER_KEYS) do not follow the target."""
+    if not own:
+        return shape
+    for key in own:
+        if key not in LAYER_KEYS:
+            raise UserError(f"drafter.layer.{key} is no key of the layers", fix=f"there are {', '.join(LAYER_KEYS)}")
+    keys = {**shape.to_dict(), **own}
+    kind = keys.pop("model_type")
+    return AutoConfig.for_model(kind, **keys)

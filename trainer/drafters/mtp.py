@@ -55,6 +55,8 @@ class MTPConfig(DrafterConfig):
     warm_start: auto begins from the MTP head that the target's checkpoint brings along, if it has one.
     """
 
+    training = DrafterConfig.training | {"steps", "step_weight", "attention", "warm_start"}
+
     name: str = "mtp"
     loss: str = "ce"
     form: str = "shared"
@@ -240,11 +242,10 @@ class MTP(RolloutDrafter):
     @classmethod
     def config_from_export(cls, exported: dict[str, Any]) -> MTPConfig:
         modules = exported["num_nextn_predict_layers"]
-        (method, *_) = exported["speculators_config"]["proposal_methods"]
         return MTPConfig(
             form="chained" if modules > 1 else "shared",
-            steps=modules if modules > 1 else method["speculative_tokens"],
-            hidden=exported.get("hidden_kind", "post_norm"),
+            steps=modules if modules > 1 else exported["speculative_tokens"],
+            hidden=exported["hidden_kind"],
             draft_vocab_size=exported.get("draft_vocab_size", 0),
         )
 
