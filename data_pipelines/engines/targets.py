@@ -79,13 +79,14 @@ class Target:
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(self.path)
 
-    def load_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        """The whole target, frozen, in eval mode, on the GPU if there is one."""
+    def load_model(self, dtype: torch.dtype, device_map: dict[str, str] | None = None) -> PreTrainedModel:
+        """The whole target, frozen, in eval mode, on the GPU if there is one. device_map: where each module goes instead."""
         transformers_logging.disable_progress_bar()
         # transformers' other attentions leave a soft-cap of the scores out without a word (Gemma 2).
         attention = "eager" if getattr(self.config, "attn_logit_softcapping", None) else None
-        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, attn_implementation=attention)
-        return model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
+        options = {"dtype": dtype, "attn_implementation": attention, "device_map": device_map}
+        model = AutoModelForCausalLM.from_pretrained(self.path, **options).eval().requires_grad_(False)
+        return model if device_map else model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -23,8 +23,9 @@ from .replay import ReplayedTarget
 from .target_cache import CachedTarget
 
 Judge = Callable[[nn.Module, tuple[int, ...] | None], Any]  # → CachedTarget or ReplayedTarget
+BATCHED = "one cache"
 WAYS: dict[str, Judge] = {
-    "one cache": CachedTarget,  # attention only: slots are masked and dropped, all sequences in one batch
+    BATCHED: CachedTarget,  # attention only: slots are masked and dropped, all sequences in one batch
     "replayed state": ReplayedTarget,
     "replayed state, token by token": partial(ReplayedTarget, stepwise=True),
 }

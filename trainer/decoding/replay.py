@@ -94,7 +94,7 @@ class ReplayedTarget:
                 output = self.model(tokens, **arguments)
             taps, final = recorder.taps, recorder.final
         logits = output.logits[:, -1:] if only_last else output.logits
-        return TargetStep(logits, taps, final), output[self._cache_name]
+        return TargetStep(logits, taps, final).to(tokens.device), output[self._cache_name]
 
 
 def _joined(steps: Sequence[TargetStep], dim: int = 1) -> TargetStep:
@@ -115,7 +115,7 @@ def _padded(step: TargetStep, real: Tensor) -> TargetStep:
         if values is None or bool(real.all()):
             return values
         out = values.new_zeros(1, len(real), *values.shape[2:])
-        out[0, real.to(out.device)] = values[0]
+        out[0, real] = values[0]
         return out
 
     return TargetStep(step.logits, spread(step.taps), spread(step.final))

@@ -24,6 +24,11 @@ class TargetStep:
     taps: Tensor | None
     final: Tensor | None
 
+    def to(self, device: torch.device) -> TargetStep:
+        """The layers of a large target lie on several."""
+        parts = (self.logits, self.taps, self.final)
+        return TargetStep(*(None if part is None else part.to(device) for part in parts))
+
 
 class CachedTarget:
     """A target that keeps nothing but keys and values of each token, and its cache. Every sequence has a boolean mask over
@@ -51,10 +56,10 @@ class CachedTarget:
             "logits_to_keep": 1 if only_last else 0,
         }
         if self.tap_ids is None:
-            return TargetStep(self.model(**arguments).logits, None, None)
+            return TargetStep(self.model(**arguments).logits, None, None).to(tokens.device)
         with tap_hidden_states(self.model, self.tap_ids) as recorder:
             logits = self.model(**arguments).logits
-        return TargetStep(logits, recorder.taps, recorder.final)
+        return TargetStep(logits, recorder.taps, recorder.final).to(tokens.device)
 
     def keep(self, step: TargetStep, valid: Tensor, sequences: Tensor) -> TargetStep:
         """Of the last T slots only those that are True in `valid` [b, T] stay; of the batch only `sequences` [b'].

@@ -59,7 +59,7 @@ def test_slots_are_bounded_by_the_text(model, prompts, monkeypatch, name):
     assert any(d.finish_reason == "stop" for d in decoded) and any(d.finish_reason == "length" for d in decoded)
     accepted = [a for d in decoded for a in d.accepted]
     assert 0 in accepted and K in accepted
-    for held, longest, going in seen:
+    for held, longest, _ in seen:
         assert held <= longest + K, (held, longest)
     assert seen[0][2] == len(prompts) and seen[-1][2] < len(prompts)  # who has finished is drafted for no more
 
