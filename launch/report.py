@@ -34,6 +34,7 @@ def write_report(summary: dict[str, Any], config: RunConfig, data: dict[str, Any
         acceptance=_acceptance(summary["acceptance"]),
         draft_tokens=config.evaluate.draft_tokens,
         lossless=summary["lossless"],
+        not_judged=summary["not_judged"],
         curves=draw_curves(read_metrics(run_dir)),
         data=_data(data),
         expectations=expectations(data["counts"]["documents"], config.data.regenerate.mode),
@@ -62,6 +63,8 @@ def table(summary: dict[str, Any]) -> Table:
         rows.add_row(
             "acceptance" if row["domain"] == ALL else f"  {row['domain']}", f"{row['before']} → {row['after']}"
         )
+    if summary["not_judged"]:
+        rows.add_row("acceptance", f"not judged: {summary['not_judged']}")
     if summary["lossless"] is not None:
         rows.add_row("lossless", "yes" if summary["lossless"] else "NO: a text differs from the target's own")
     return rows
@@ -160,9 +163,10 @@ def _title(summary: dict[str, Any]) -> str:
 def _lead(summary: dict[str, Any]) -> str:
     lead = f"{summary['steps']:,} steps on {summary['tokens']:,} tokens in {_duration(summary['seconds'])}"
     before, after = (summary["acceptance"][when].get(ALL) for when in ("before", "after"))
-    if not (before and after):
+    if not after:
         return lead
-    return f"acceptance length {before['acceptance_length']:.2f} → {after['acceptance_length']:.2f} after {lead}"
+    first = f"{before['acceptance_length']:.2f} → " if before else ""
+    return f"acceptance length {first}{after['acceptance_length']:.2f} after {lead}"
 
 
 def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:

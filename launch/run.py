@@ -69,7 +69,10 @@ def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
         if config.resume == "never":
             start_afresh(run_dir, screen)
         with screen.stage("target") as note:
-            note(data.describe_target(resolve_target(config.target)))
+            target = resolve_target(config.target)
+            note(data.describe_target(target))
+        with screen.stage("judge") as note:
+            note(results.place_judge(config, target))
         with screen.stage("data") as note:
             setup = _prepare(config, run_dir)
             save_config(config, run_dir / "config.yaml")

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from data_pipelines.conversations.rendering import stop_ids
@@ -26,14 +25,17 @@ from ..target import FrozenTarget
 from .chain import Decoded, context_limit
 from .config import EvaluateConfig
 from .evaluate import Prompt, Reference, decode_reference, evaluate, render_prompts
+from .judges import find_way
+from .placement import load, place
 
 
 def evaluate_run(config: RunConfig, run_dir: Path, when: str, name: str = "") -> dict[str, Any]:
     """Judge the untrained drafter (when="before") or the exported one (when="after") on config.evaluate's prompts.
 
-    Everything is computed in float32, whatever was trained in: bfloat16 flips near ties, and a text would then differ
-    from plain decoding for no fault of the drafter's. Writes `evaluation/<when>.json` and returns it (see
-    `evaluate.evaluate`). Plain decoding is kept in `evaluation/reference.json` for the next time.
+    Everything is computed in float32 where that fits (see `placement`), whatever was trained in: bfloat16 flips near ties,
+    and a text would then differ from plain decoding for no fault of the drafter's. Writes `evaluation/<when>.json` and
+    returns it (see `evaluate.evaluate`). Plain decoding is kept in `evaluation/reference.json` for the next time.
+    Raises NotJudged if this machine cannot hold the target, or no judge can decode it.
     """
     if when not in ("before", "after"):
         raise UserError(f"when={when} is neither before nor after")
@@ -58,9 +60,10 @@ def judge_drafter(
 ) -> dict[str, Any]:
     """What `evaluate.evaluate` finds of the drafter that `build` gives, on cfg's prompts. kept: the file of plain decoding,
     read if it is of the same, else written; None: it is decoded and not kept."""
-    model, tokenizer = target.load_model(torch.float32), target.load_tokenizer()
+    placement = place(target, cfg)
+    model, tokenizer = load(target, placement), target.load_tokenizer()
     frozen = FrozenTarget(model)
-    drafter = build(frozen).to(next(model.parameters()).device).eval()
+    drafter = build(frozen).eval().to(next(model.parameters()).device, placement.dtype)
     rows = list(read_rows(cfg.prompts, cfg.max_prompts, seed))
     reference = None
     if kept is not None:
@@ -81,7 +84,8 @@ def _kept_reference(
 ) -> Reference:
     """Plain decoding of these prompts, from `path` if that is whole and of the same target, prompts and limits."""
     tokens = [prompt.tokens for prompt in prompts]
-    what = [target.fingerprint, tokens, cfg.max_new_tokens, cfg.batch_size, eos_ids]
+    arithmetic = [str(model.dtype), find_way(model)]
+    what = [target.fingerprint, tokens, cfg.max_new_tokens, cfg.batch_size, eos_ids, arithmetic]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
     try:
         kept = json.loads(path.read_text())

@@ -256,6 +256,7 @@ class Drafter(nn.Module):
         """Weights that the target's checkpoint brings along, if this drafter can begin from them."""
 
     def new_state(self, batch_size: int) -> Any:
+        """What `propose` keeps from round to round. Its `select(sequences)` leaves only these of the batch, int64 [B']."""
         raise NotImplementedError
 
     def propose(self, state: Any, rows: Committed, frozen: FrozenTarget, k: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ from data_pipelines.errors import UserError, check_choice
 from ..batch import Batch
 from ..losses import CHUNK_ELEMENTS, Judged, upcast
 from ..target import FrozenTarget
+from .attention import rightmost
 from .base import Committed, Contract, Drafter, DrafterConfig, check_taps, default_taps
 from .blocks import CachedBlocks, TrainedBlocks, block_seen, context_seen, draw_anchors
 from .layers import BlockLayer, Rotary, draft_layer_config, init_linears, with_own
@@ -129,6 +130,21 @@ class BlockState:
     valid: torch.Tensor
     positions: torch.Tensor
     confidence: torch.Tensor | None = None
+
+    def drop_rejected(self) -> None:
+        """As many slots stay as the longest sequence has real ones."""
+        if not self.valid.all():
+            order = rightmost(self.valid)
+            self.valid, self.positions = self.valid.gather(1, order), self.positions.gather(1, order)
+            for attention in self.attentions:
+                attention.take(order)
+
+    def select(self, sequences: torch.Tensor) -> None:
+        """Only these of the batch go on: int64 [N']."""
+        self.valid, self.positions = (x[sequences.to(x.device)] for x in (self.valid, self.positions))
+        for attention in self.attentions:
+            attention.select(sequences)
+        self.drop_rejected()
 
 
 class DFlash(Drafter):
@@ -276,6 +292,7 @@ class DFlash(Drafter):
             context = state.valid & self.sees_context(i, state.positions, anchors)
             attention.expect(context, self.sees_block(i, bonus.device))
         hidden = self.run_blocks(bonus, anchors, rows.taps, rows.positions, state.attentions, frozen)
+        state.drop_rejected()
         drafts = self.choose(hidden[:, :k], bonus, frozen)
         state.confidence = self.confidence(hidden[:, :k], torch.cat([bonus[:, None], drafts[:, :-1]], 1))
         return drafts

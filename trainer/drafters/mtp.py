@@ -110,6 +110,11 @@ class ChainedState(RolloutState):
 
     recent: tuple[torch.Tensor, ...] | None = None
 
+    def select(self, sequences: torch.Tensor) -> None:
+        super().select(sequences)
+        if self.recent is not None:
+            self.recent = tuple(x[sequences] for x in self.recent)
+
 
 class MTP(RolloutDrafter):
     Config = MTPConfig

@@ -24,6 +24,11 @@ class RolloutState:
 
     caches: list[CachedAttention]
 
+    def select(self, sequences: torch.Tensor) -> None:
+        """Only these of the batch go on: int64 [B']."""
+        for cache in self.caches:
+            cache.select(sequences)
+
 
 class RolloutDrafter(Drafter):
     """Subclasses implement `start`, `run_layers`, `normed` and `head`, and say how many layers attend."""
