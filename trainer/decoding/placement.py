@@ -206,7 +206,9 @@ def _names(devices: Sequence[Device]) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:,.2f} GiB" if size < 10 * GIB else f"{size / GIB:,.0f} GiB"
+    if size < GIB / 10:
+        return f"{size / 1024**2:,.1f} MiB"
+    return f"{size / GIB:,.1f} GiB" if size < 10 * GIB else f"{size / GIB:,.0f} GiB"
 
 
 def _name(dtype: torch.dtype) -> str:
