@@ -117,5 +117,8 @@ def test_bad_folders(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x05")
     with pytest.raises(NotJudged, match="cannot be read"):
         read_weights(Target(str(tmp_path), "tests/none"))
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(NotJudged, match="index of the target's weights"):
+        read_weights(Target(str(tmp_path), "tests/none"))
     with pytest.raises(UserError, match=r"evaluate.dtype=fp8"):
         EvaluateConfig(dtype="fp8")
