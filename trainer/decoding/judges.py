@@ -102,6 +102,8 @@ def try_way(model: nn.Module, judge: Judge) -> str | None:
             apart = _distance(logits, _uncached(model, text)[-NEXT:])
             if not apart <= (1e-2 if logits.dtype == torch.float32 else 0.3):
                 return f"logits off by {apart:.1%}"
+    except UserError as error:
+        return error.what
     except Exception as error:  # whatever a family's code raises: the next way may do
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

@@ -114,7 +114,10 @@ def load(target: Target, placement: Placement) -> nn.Module:
 def read_weights(target: Target) -> Weights:
     """Counted from the headers of the checkpoint's files, or from the sizes of files that have none."""
     numbers = packed = 0
-    files = weight_files(Path(target.path))
+    try:
+        files = weight_files(Path(target.path))
+    except (OSError, ValueError, KeyError) as error:
+        raise NotJudged(f"the index of the target's weights cannot be read: {error}", where=target.path) from error
     if not files:
         raise NotJudged("the target's folder holds no weights", where=target.path)
     stored = getattr(target.config, "dtype", None) or torch.float32
@@ -194,7 +197,9 @@ def _names(devices: Sequence[Device]) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:,.2f} GiB" if size < 10 * GIB else f"{size / GIB:,.0f} GiB"
+    if size < GIB / 10:
+        return f"{size / 1024**2:,.1f} MiB"
+    return f"{size / GIB:,.1f} GiB" if size < 10 * GIB else f"{size / GIB:,.0f} GiB"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipelines.engines.anatomy import tap_hidden_states
+from data_pipelines.errors import UserError
 
 from .target_cache import TargetStep
 
@@ -94,6 +95,8 @@ class ReplayedTarget:
                 output = self.model(tokens, **arguments)
             taps, final = recorder.taps, recorder.final
         logits = output.logits[:, -1:] if only_last else output.logits
+        if output.get(self._cache_name) is None:
+            raise UserError("it gives no cache back", where=type(self.model).__name__)
         return TargetStep(logits, taps, final).to(tokens.device), output[self._cache_name]
 
 

@@ -65,7 +65,7 @@ def test_what_fits_where(small):
     assert (dtype, names) == (torch.float32, ["cuda:0", "cuda:1"]) and len(set(device_map.values())) == 2
     with pytest.raises(NotJudged, match=r"in float32 or .* in bfloat16, and .* are free on cuda:0"):
         place(small, AUTO, gpus(half / 2), GIB)
-    with pytest.raises(NotJudged, match=r"take [0-9.]+ GiB in float32, and"):
+    with pytest.raises(NotJudged, match=r"take [0-9.]+ MiB in float32, and"):
         place(small, replace(AUTO, dtype="float32"), gpus(half), GIB)
     assert 0 < host_memory() < 1 << 50
 
@@ -116,6 +116,9 @@ def test_bad_folders(tmp_path):
     assert read_weights(Target(str(tmp_path), "tests/none")).numbers == 4
     (tmp_path / "model.safetensors").write_bytes(b"\x05")
     with pytest.raises(NotJudged, match="cannot be read"):
+        read_weights(Target(str(tmp_path), "tests/none"))
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(NotJudged, match="index of the target's weights"):
         read_weights(Target(str(tmp_path), "tests/none"))
     with pytest.raises(UserError, match=r"evaluate.dtype=fp8"):
         EvaluateConfig(dtype="fp8")
