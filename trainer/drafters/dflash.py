@@ -24,18 +24,18 @@ from data_pipelines.errors import UserError, check_choice
 from ..batch import Batch
 from ..losses import CHUNK_ELEMENTS, Judged, upcast
 from ..target import FrozenTarget
-from .base import Committed, Contract, Drafter, DrafterConfig, check_taps, default_taps
+from .base import Committed, Contract, Drafter, check_taps, default_taps
 from .blocks import CachedBlocks, TrainedBlocks, block_seen, context_seen, draw_anchors
-from .layers import BlockLayer, Rotary, draft_layer_config, init_linears
+from .layers import BlockLayer, Rotary, init_linears
+from .shape import FULL, SLIDING, ShapeConfig, check_layer_types, draft_layer_config, shape_keys, warn_of_engines
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 SLOTS = {"anchor_predicts": 0, "anchor_is_context": 1}  # → the slot of the first draft
 WEIGHTINGS = ("exponential", "dpace")
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class DFlashConfig(DrafterConfig):
+class DFlashConfig(ShapeConfig):
     """taps: the target layers that feed the drafter; empty: [2, L//2, L-3]. block_size: B. slots: `anchor_predicts`
     (all B slots draft) or `anchor_is_context` (the anchor's slot does not: B-1 drafts). mask_token: id of the token in
     slots that hold no real one; -1: one that texts do not use is chosen. anchors: blocks trained per pack, at most.
@@ -73,13 +73,7 @@ class DFlashConfig(DrafterConfig):
             raise UserError(f"drafter.block_size={self.block_size} leaves no slot that drafts", fix="use at least 2")
         if self.gamma <= 0:
             raise UserError(f"drafter.gamma={self.gamma}; it must be positive")
-        if self.layer_types and (
-            len(self.layer_types) != self.num_layers or not {*self.layer_types} <= {FULL, SLIDING}
-        ):
-            raise UserError(
-                f"drafter.layer_types={self.layer_types}",
-                fix=f"name {FULL} or {SLIDING} for each of the {self.num_layers} layers",
-            )
+        check_layer_types(self.layer_types, self.num_layers)
 
     @property
     def most_drafts(self) -> int:
@@ -145,8 +139,9 @@ class DFlash(Drafter):
         self.layer_types = config.layer_types or [FULL] * config.num_layers
         sliding = SLIDING in self.layer_types
         self.layer_config = shape = draft_layer_config(
-            target_config,
+            config,
             config.num_layers,
+            target_config,
             Qwen3Config,
             layer_types=self.layer_types,
             use_sliding_window=sliding,
@@ -289,6 +284,7 @@ class DFlash(Drafter):
     # ---- export (speculators format, dflash)
 
     def export_config(self, frozen: FrozenTarget) -> dict[str, Any]:
+        warn_of_engines(self.layer_config)
         # vLLM takes one flag for all layers: without sliding layers it must say what the full ones are, bidirectional.
         non_causal = self.config.sliding_window_non_causal or SLIDING not in self.layer_types
         if not non_causal and FULL in self.layer_types:
@@ -323,6 +319,7 @@ class DFlash(Drafter):
             layer_types=layer["layer_types"],
             sliding_window_non_causal=exported["sliding_window_non_causal"],
             **window,
+            **shape_keys(layer),
         )
 
     def export_tensors(self, frozen: FrozenTarget) -> dict[str, torch.Tensor]:

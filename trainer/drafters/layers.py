@@ -13,9 +13,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Families whose attention norms queries and keys per head.
-QK_NORMED = ("qwen3", "qwen3_moe", "qwen3_next", "gemma3", "gemma3_text")
-
 
 class Rotary(nn.Module):
     """cos and sin of positions, by transformers' own rotary embedding (it handles theta and scaling). Always fp32."""
@@ -134,32 +131,3 @@ def init_linears(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=0.02)
-
-
-def draft_layer_config(
-    target_config, num_layers: int, family: type[PretrainedConfig] = LlamaConfig, **options
-) -> PretrainedConfig:
-    """Layers of a family's shape with the target's widths, head counts and RoPE (theta, scaling, length included)."""
-    heads = target_config.num_attention_heads
-    # Some families (Gemma 3) have one set per kind of layer; a drafter looks as far back as their full layers do.
-    rope = dict(target_config.rope_parameters)
-    rope = dict(rope.get("full_attention", rope))
-    rope.pop("partial_rotary_factor", None)  # draft layers rotate the whole head
-    return family(
-        vocab_size=target_config.vocab_size,
-        hidden_size=target_config.hidden_size,
-        intermediate_size=target_config.intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(target_config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
-        hidden_act="silu",
-        max_position_embeddings=target_config.max_position_embeddings,
-        rms_norm_eps=getattr(target_config, "rms_norm_eps", 1e-6),
-        rope_parameters=rope,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        **options,
-    )
