@@ -162,6 +162,9 @@ class DFlash(Drafter):
     def shard_units(self) -> list[nn.Module]:
         return list(self.layers)
 
+    def final_norms(self) -> list[nn.Module]:
+        return [self.norm]
+
     def head(self, frozen: FrozenTarget) -> torch.Tensor:
         """[D, H]"""
         return frozen.draft_head(self.kept)

@@ -107,7 +107,11 @@ class Eagle3(RolloutDrafter):
     def contract(cls, config: Eagle3Config, num_layers: int) -> Contract:
         return Contract(check_taps(tuple(config.taps) or default_taps(num_layers), num_layers))
 
+    def final_norms(self):
+        return [self.norm]
+
     def start_head(self, frozen: FrozenTarget) -> None:
+        super().start_head(frozen)
         if self.lm_head is not None:
             with torch.no_grad():
                 self.lm_head.weight.copy_(frozen.draft_head(self.kept))

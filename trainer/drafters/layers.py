@@ -131,3 +131,20 @@ def init_linears(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=0.02)
+
+
+@torch.no_grad()
+def scale_norm(norm: nn.Module, factor: float) -> None:
+    """Make a norm's outputs `factor` times as large, be its gain w or, as in some families, 1 + w. (One without a gain
+    stays as it is.)"""
+    gain, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    if gain is None or factor == 1.0:
+        return
+    weights = [gain.clone(), *([bias.clone()] if bias is not None else [])]
+    for part in (gain, bias) if bias is not None else (gain,):
+        part.zero_()
+    probe = torch.linspace(-1, 2, gain.shape[-1], dtype=gain.dtype, device=gain.device)
+    offset = 1.0 if norm(probe).any() else 0.0
+    gain.copy_((weights[0] + offset) * factor - offset)
+    if bias is not None:
+        bias.copy_(weights[1] * factor)

@@ -6,8 +6,9 @@ Letters: H width.
   paper, and a drafter that copied them would have a cache 8 times as large as others' drafters: such a target, and one
   whose layers have no heads, gives heads of 128 (fewer if there would be less than four) over the width H, and at most 8
   KV heads. Llama's config wants heads that divide H: where the target's do not, the largest number below that does.
+  Where layers differ (Gemma 4), the first is followed.
 * MLP: the target's dense width; of a mixture of experts without one, what a token meets (experts per token and shared
-  ones); else 8/3·H, rounded up to a multiple of 64.
+  ones), at most 8·H; else 8/3·H, rounded up to a multiple of 64.
 * RoPE: the target's theta over the whole head, with its scaling if that is a constant (linear, llama3, yarn). Factors that
   depend on the longest text of a batch (longrope, dynamic) are not taken over: a pack in training and a batch in decoding
   would be given different ones. Nor are sections for images.
@@ -30,7 +31,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # Families whose attention norms queries and keys per head.
 QK_NORMED = (
     *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
-    *("gemma3", "gemma3_text", "gemma3n_text", "gemma4_text"),
+    *("qwen4_exp_text", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
 )
 KV_HEADS = 8  # at most, where the target has no number to follow
 HEAD_SIZES = (128, 64, 32, 16, 8)
@@ -212,7 +213,8 @@ def _mlp_width(target_config) -> int:
     if experts and expert:
         active = _number(target_config, "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts") or 1
         shared = _number(target_config, "shared_expert_intermediate_size", "shared_intermediate_size")
-        return expert * active + (shared or expert * (_number(target_config, "n_shared_experts") or 0))
+        shared = shared or expert * (_number(target_config, "n_shared_experts") or 0)
+        return min(expert * active + shared, 8 * target_config.hidden_size)
     return -(-8 * target_config.hidden_size // (3 * 64)) * 64
 
 
@@ -222,9 +224,12 @@ def _divisor(number: int, most: int) -> int:
 
 
 def _number(config, *names: str) -> int | None:
-    """The first of these keys that is a positive integer; of a list (one entry a layer), its first."""
+    """The first of these keys that is a positive integer; where layers differ, the first one's."""
     for name in names:
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # transformers refuses a key in which layers differ
+            value = getattr(config.per_layer_config[0], name, None)
         value = value[0] if isinstance(value, list | tuple) and value else value
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
