@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from data_pipelines.engines.readout import Readout
 from data_pipelines.errors import UserError
 
 from .target import FrozenTarget
@@ -128,7 +129,7 @@ def summarise_teacher(frozen: FrozenTarget, final: torch.Tensor, needed: torch.T
     logsumexp = upcast(final.new_zeros(len(final)))
     rows = needed.nonzero().squeeze(1)
     for chunk in rows.split(max(1, CHUNK_ELEMENTS // frozen.head_weight.shape[0])):
-        logits = upcast(frozen.cap(normed[chunk] @ frozen.head_weight.T))
+        logits = frozen.readout.logits(normed[chunk])
         argmax[chunk] = logits.argmax(-1)
         # The same as logits.logsumexp(-1), from a fused kernel: half the time on a CPU.
         logsumexp[chunk] = logits[:, 0] - logits.log_softmax(-1)[:, 0]
@@ -151,18 +152,17 @@ def streamed_loss(
     head: torch.Tensor,
     *,
     teacher: Teacher,
-    teacher_head: torch.Tensor,
+    teacher_readout: Readout,
     teacher_rows: torch.Tensor,
     labels: torch.Tensor,
     weights: torch.Tensor,
-    cap: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, Judged]:
-    """Σ_n weights_n · mixture(p_n, softmax(cap(head · hidden_n))), and what each draft was worth.
+    """Σ_n weights_n · mixture(p_n, softmax(head · hidden_n)), and what each draft was worth.
 
-    hidden [N, H']: normed draft states. head [D, H']: the drafter's. teacher_head [D, H]: the target's rows of the draft
-    vocabulary. teacher_rows int64 [N]: the row of `teacher` whose distribution entry n is to match. labels int64 [N]: in
-    the draft vocabulary, or -1. weights [N]. cap: the target's soft-cap, applied to both sides.
-    Differentiable in `hidden` and `head`.
+    hidden [N, H']: normed draft states. head [D, H']: the drafter's. A drafter's logits are the plain product, as engines
+    compute them; scale, bias and soft-cap are the target's alone. teacher_readout: of the draft vocabulary [D, H].
+    teacher_rows int64 [N]: the row of `teacher` whose distribution entry n is to match. labels int64 [N]: in the draft
+    vocabulary, or -1. weights [N]. Differentiable in `hidden` and `head`.
     """
     order = teacher_rows.argsort(stable=True)
     loss, *judged = _StreamedLoss.apply(
@@ -171,11 +171,10 @@ def streamed_loss(
         mixture,
         teacher.normed,
         teacher.logsumexp,
-        teacher_head,
+        teacher_readout,
         teacher_rows[order],
         labels[order],
         weights[order],
-        cap,
     )
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
@@ -186,7 +185,7 @@ class _StreamedLoss(torch.autograd.Function):
     """Entries come sorted by teacher row, so that a chunk of entries needs each teacher row once."""
 
     @staticmethod
-    def forward(ctx, hidden, head, mixture, normed, logsumexp, teacher_head, rows, labels, weights, cap):
+    def forward(ctx, hidden, head, mixture, normed, logsumexp, teacher_readout, rows, labels, weights):
         wide, size = upcast(hidden).dtype, len(hidden)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         losses = torch.zeros(size, dtype=wide, device=hidden.device)
@@ -197,13 +196,13 @@ class _StreamedLoss(torch.autograd.Function):
         for start in range(0, size, step := max(1, CHUNK_ELEMENTS // head.shape[0])):
             chunk = slice(start, min(size, start + step))
             wanted, position = rows[chunk].unique_consecutive(return_inverse=True)
-            p_logits = upcast(cap(normed[wanted] @ teacher_head.T))
+            p_logits = teacher_readout.logits(normed[wanted])
             p, p_full = p_logits.softmax(-1)[position], (p_logits - logsumexp[wanted, None]).exp()[position]
             logits = upcast(hidden[chunk] @ head.T)
             argmax[chunk] = logits.argmax(-1)
             with torch.enable_grad():
                 logits.requires_grad_()
-                pair = Pair(p, p_full, cap(logits).log_softmax(-1), labels[chunk])
+                pair = Pair(p, p_full, logits.log_softmax(-1), labels[chunk])
                 value = mixture(pair)
                 weighted = (value * weights[chunk].to(wide)).sum()
                 (grad_logits,) = torch.autograd.grad(weighted, logits)
@@ -222,4 +221,4 @@ class _StreamedLoss(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):
         grad_hidden, grad_head = ctx.saved_tensors
         scaled = None if grad_head is None else grad_head * grad_loss.to(grad_head.dtype)
-        return grad_hidden * grad_loss.to(grad_hidden.dtype), scaled, *[None] * 8
+        return grad_hidden * grad_loss.to(grad_hidden.dtype), scaled, *[None] * 7

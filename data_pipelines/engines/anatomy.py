@@ -1,4 +1,7 @@
-"""Where the parts of a causal LM are, whatever its family calls them."""
+"""Where the parts of a causal LM are, whatever its family calls them.
+
+Parts are found by structure, not by family, so a finding can be wrong. `probe` compares it with the model's own logits.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from torch import nn
 
 from ..errors import UserError
 
+_FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "norm_f")
+
 
 @dataclass(frozen=True)
 class Anatomy:
@@ -21,7 +26,6 @@ class Anatomy:
     final_norm: nn.Module
     embedding: nn.Module
     head: nn.Module
-    softcap: float | None
 
 
 def anatomy(model: nn.Module) -> Anatomy:
@@ -29,20 +33,55 @@ def anatomy(model: nn.Module) -> Anatomy:
 
     Raises UserError for an architecture in which they cannot be told.
     """
-    decoder = model.base_model
-    for nested in ("language_model", "text_model"):
-        decoder = getattr(decoder, nested, decoder)
-    layers = next((m for n in ("layers", "h") if isinstance(m := getattr(decoder, n, None), nn.ModuleList)), None)
-    names = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
-    final_norm = next((m for n in names if isinstance(m := getattr(decoder, n, None), nn.Module)), None)
-    head = model.get_output_embeddings()
-    if layers is None or final_norm is None or head is None:
+    embedding, head = _or_none(model.get_input_embeddings), _or_none(model.get_output_embeddings)
+    found = _decoder(model, embedding)
+    final_norm = found and _final_norm(found[0])
+    missing = [
+        name
+        for name, part in (
+            ("embedding", embedding),
+            ("decoder layers", found),
+            ("final norm", final_norm),
+            ("head", head),
+        )
+        if part is None
+    ]
+    if missing:
         raise UserError(
-            f"cannot find the decoder layers, the final norm and the head of {type(model).__name__}",
+            f"cannot find the {' and the '.join(missing)} of {type(model).__name__}",
             fix="the target must be a decoder-only causal LM of transformers",
         )
-    softcap = getattr(text_config(model.config), "final_logit_softcapping", None)
-    return Anatomy(decoder, layers, final_norm, model.get_input_embeddings(), head, softcap)
+    decoder, layers = found
+    return Anatomy(decoder, layers, final_norm, embedding, head)
+
+
+def _or_none(get) -> nn.Module | None:
+    try:
+        return get()
+    except (NotImplementedError, AttributeError):  # a family without such a part
+        return None
+
+
+def _decoder(model: nn.Module, embedding: nn.Module | None) -> tuple[nn.Module, nn.ModuleList] | None:
+    """The module that owns as many layers as the text config says, and its list of them. Other towers may have as many:
+    the decoder is the one that holds the embedding, or else the outermost."""
+    depth = text_config(model.config).num_hidden_layers
+    owners = []
+    for module in model.modules():
+        lists = [m for m in module.children() if isinstance(m, nn.ModuleList) and len(m) == depth]
+        if lists:
+            owners.append((module, lists[0]))
+    holding = [
+        (m, layers) for m, layers in owners if embedding is not None and any(x is embedding for x in m.modules())
+    ]
+    return next(iter(holding or owners), None)
+
+
+def _final_norm(decoder: nn.Module) -> nn.Module | None:
+    children = dict(decoder.named_children())
+    named = next((children[name] for name in _FINAL_NORMS if name in children), None)
+    norms = [module for module in children.values() if "norm" in type(module).__name__.lower()]
+    return named or (norms[-1] if norms else None)
 
 
 def text_config(config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import re
@@ -10,12 +11,21 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from ..caches import build_once, user_cache
 from ..errors import UserError, check_choice
-from .anatomy import text_config
+from .anatomy import anatomy, text_config
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -47,24 +57,33 @@ class Target:
     path: str
     name: str
 
-    @cached_property
+    @property
     def config(self):
         """The text model's transformers config: hidden_size, num_hidden_layers, vocab_size, …"""
-        try:
-            return text_config(AutoConfig.from_pretrained(self.path))
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"not a model that transformers knows: {error}", where=self.path) from error
+        return text_config(self.whole_config)
 
     @cached_property
+    def whole_config(self):
+        """The config as it stands in the folder; of a multimodal model that of the wrapper."""
+        try:
+            return AutoConfig.from_pretrained(self.path)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(
+                f"not a model that transformers knows: {first_line(error)}",
+                where=self.path,
+                fix="the target must be of a family that transformers itself has (code in a checkpoint is not run)",
+            ) from error
+
+    @property
     def architectures(self) -> list[str]:
-        return list(AutoConfig.from_pretrained(self.path).architectures or [])
+        return list(self.whole_config.architectures or [])
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the config and the weights: of all bytes of small files, of evenly spread samples of large ones (to read
         a large target whole would take minutes in every process)."""
         digest = hashlib.sha256((Path(self.path) / "config.json").read_bytes())
-        for file in sorted(Path(self.path).glob("*.safetensors")):
+        for file in weight_files(Path(self.path)):
             size = file.stat().st_size
             digest.update(f"{file.name} {size} ".encode())
             with file.open("rb") as f:
@@ -81,11 +100,92 @@ class Target:
 
     def load_model(self, dtype: torch.dtype) -> PreTrainedModel:
         """The whole target, frozen, in eval mode, on the GPU if there is one."""
-        transformers_logging.disable_progress_bar()
         # transformers' other attentions leave a soft-cap of the scores out without a word (Gemma 2).
         attention = "eager" if getattr(self.config, "attn_logit_softcapping", None) else None
-        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, attn_implementation=attention)
-        return model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
+        model, _ = self._load(copy.deepcopy(self.whole_config), dtype, attn_implementation=attention)
+        return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+    def load_tail(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The target without its decoder layers: embedding, final norm and head, in modules of the family's own.
+
+        Only their tensors are read, also of a quantised checkpoint, and transformers' own loader handles tied heads, sharded
+        files and nested or renamed keys. Raises UserError when one of them is not there in floats.
+        """
+        config = without_layers(self.whole_config)
+        model, info = self._load(config, dtype, ignore_mismatched_sizes=True)
+        parts = anatomy(model)
+        needed = {id(p) for part in (parts.embedding, parts.final_norm, parts.head) for p in part.parameters()}
+        names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in needed}
+        unread = {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
+        if missing := sorted(names & unread):
+            raise UserError(
+                f"the checkpoint does not hold {', '.join(missing)} in floats",
+                where=self.path,
+                fix="a trainer rank needs embedding, final norm and head: use a checkpoint in which these are whole and not "
+                "quantised",
+            )
+        return model
+
+    def _load(self, config, dtype: torch.dtype, **options) -> tuple[PreTrainedModel, dict]:
+        if not weight_files(Path(self.path)):
+            raise UserError(
+                "the target's folder holds no weights",
+                where=self.path,
+                fix="it needs *.safetensors or *.bin beside config.json; was the download cut short?",
+            )
+        verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # keys of other parts are unexpected, on purpose
+        transformers_logging.disable_progress_bar()
+        try:
+            model, info = auto_class(config).from_pretrained(
+                self.path, config=config, dtype=dtype, output_loading_info=True, **options
+            )
+        except (OSError, ValueError, ImportError, RuntimeError, KeyError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"transformers cannot load this {config.model_type}: {first_line(error)}", where=self.path
+            ) from error
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+        return model.eval().requires_grad_(False), info
+
+
+def auto_class(config) -> type:
+    """The auto class of transformers for a model that writes text, be it inside a multimodal one."""
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise UserError(
+        f"a {config.model_type} is not a model that writes text", fix="the target must be a decoder-only causal LM"
+    )
+
+
+def without_layers(config):
+    """A copy of a config for a model with no decoder layer, no other tower, and nothing quantised."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    nested = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    for part in [config, *nested]:
+        depth = getattr(part, "num_hidden_layers", None) or 0
+        for key, value in list(vars(part).items()):
+            if isinstance(value, list) and depth and len(value) == depth:  # one entry a layer, such as layer_types
+                setattr(part, key, [])
+        for key in ("num_hidden_layers", "depth"):
+            if isinstance(getattr(part, key, None), int):
+                setattr(part, key, 0)
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint that hold weights, sorted: safetensors, or what transformers takes without them."""
+    safe = sorted(folder.glob("*.safetensors"))
+    return safe or sorted(
+        p for pattern in ("*.bin", "*.gguf") for p in folder.glob(pattern) if p.name != "training_args.bin"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from trainer.losses import LOSSES, Mixture, Pair, streamed_loss, summarise_teach
 
 def written_out(name, hidden, head, frozen, final, teacher_rows, labels, kept):
     """Every loss from its definition, over whole [N, V] tensors: the definitions of drafters.md §7, term by term."""
-    all_logits = (frozen.normed(final) @ frozen.head_weight.T)[teacher_rows]
+    readout = frozen.readout
+    all_logits = (frozen.normed(final) @ readout.weight.T)[teacher_rows]
+    if readout.bias is not None:
+        all_logits = readout.softcap * torch.tanh(readout.scale * (all_logits + readout.bias) / readout.softcap)
     full = all_logits.softmax(-1) if kept is None else all_logits.softmax(-1)[:, kept]
     p = full / full.sum(-1, keepdim=True)
     q = (hidden @ head.T).softmax(-1)
@@ -41,12 +45,19 @@ def test_l1_is_twice_the_total_variation_over_the_whole_vocabulary():
     torch.testing.assert_close(LOSSES["l1"](pair), (p - q).abs().sum(-1))
 
 
+@pytest.mark.parametrize("family", ["plain head", "scale, bias and soft-cap"])
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("chunk_elements", [1, 300, 1 << 20])
 @pytest.mark.parametrize("name", LOSSES)
-def test_streamed_loss_and_gradients_equal_the_materialised_ones(frozen, monkeypatch, name, reduced, chunk_elements):
+def test_streamed_loss_and_gradients_equal_the_materialised_ones(
+    frozen, monkeypatch, name, reduced, chunk_elements, family
+):
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
+    if family != "plain head":
+        bias = torch.randn(61, dtype=torch.double)
+        monkeypatch.setattr(frozen, "readout", replace(frozen.readout, bias=bias, scale=0.25, softcap=1.5))
+        monkeypatch.setattr(frozen, "_draft_readout", None)
     kept = torch.arange(1, 61, 3) if reduced else None
     final = torch.randn(17, 24, dtype=torch.double)
     rows = torch.randint(0, 17, (40,))
@@ -63,11 +74,10 @@ def test_streamed_loss_and_gradients_equal_the_materialised_ones(frozen, monkeyp
         hidden,
         head,
         teacher=teacher,
-        teacher_head=frozen.draft_head(kept),
+        teacher_readout=frozen.draft_readout(kept),
         teacher_rows=rows,
         labels=labels,
         weights=weights,
-        cap=frozen.cap,
     )
     streamed = torch.autograd.grad(3 * loss, (hidden, head))
     values, acceptance = written_out(name, hidden, head, frozen, final, rows, labels, kept)
@@ -82,8 +92,7 @@ def test_streamed_loss_and_gradients_equal_the_materialised_ones(frozen, monkeyp
     assert not streamed[0][::7].any()
 
 
-def test_soft_cap_is_differentiated(frozen, monkeypatch):
-    monkeypatch.setattr(frozen, "_softcap", 2.0)
+def test_gradient_of_the_streamed_loss_equals_finite_differences(frozen):
     torch.manual_seed(0)
     hidden = torch.randn(5, 24, dtype=torch.double, requires_grad=True)
     head = torch.randn(61, 24, dtype=torch.double)
@@ -95,11 +104,10 @@ def test_soft_cap_is_differentiated(frozen, monkeypatch):
             h,
             head,
             teacher=teacher,
-            teacher_head=frozen.head_weight,
+            teacher_readout=frozen.readout,
             teacher_rows=torch.arange(5),
             labels=torch.zeros(5, dtype=torch.long),
             weights=torch.ones(5, dtype=torch.double),
-            cap=frozen.cap,
         )[0]
 
     assert torch.autograd.gradcheck(loss_of, hidden)

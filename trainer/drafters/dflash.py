@@ -24,18 +24,18 @@ from data_pipelines.errors import UserError, check_choice
 from ..batch import Batch
 from ..losses import CHUNK_ELEMENTS, Judged, upcast
 from ..target import FrozenTarget
-from .base import Committed, Contract, Drafter, DrafterConfig, check_taps, default_taps
+from .base import Committed, Contract, Drafter, check_taps, default_taps
 from .blocks import CachedBlocks, TrainedBlocks, block_seen, context_seen, draw_anchors
-from .layers import BlockLayer, Rotary, draft_layer_config, init_linears, with_own
+from .layers import BlockLayer, Rotary, init_linears
+from .shape import FULL, SLIDING, ShapeConfig, check_layer_types, draft_layer_config, shape_keys, warn_of_engines
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 SLOTS = {"anchor_predicts": 0, "anchor_is_context": 1}  # → the slot of the first draft
 WEIGHTINGS = ("exponential", "dpace")
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class DFlashConfig(DrafterConfig):
+class DFlashConfig(ShapeConfig):
     """taps: the target layers that feed the drafter; empty: [2, L//2, L-3]. block_size: B. slots: `anchor_predicts`
     (all B slots draft) or `anchor_is_context` (the anchor's slot does not: B-1 drafts). mask_token: id of the token in
     slots that hold no real one; -1: one that texts do not use is chosen. anchors: blocks trained per pack, at most.
@@ -47,7 +47,7 @@ class DFlashConfig(DrafterConfig):
     anchor); empty: all full. sliding_window_non_causal: a block's slots see each other both ways in sliding layers too.
     """
 
-    training = DrafterConfig.training | {"anchors", "weighting", "gamma", "dpace_alpha"}
+    training = ShapeConfig.training | {"anchors", "weighting", "gamma", "dpace_alpha"}
 
     name: str = "dflash"
     loss: str = "ce"
@@ -75,13 +75,7 @@ class DFlashConfig(DrafterConfig):
             raise UserError(f"drafter.block_size={self.block_size} leaves no slot that drafts", fix="use at least 2")
         if self.gamma <= 0:
             raise UserError(f"drafter.gamma={self.gamma}; it must be positive")
-        if self.layer_types and (
-            len(self.layer_types) != self.num_layers or not {*self.layer_types} <= {FULL, SLIDING}
-        ):
-            raise UserError(
-                f"drafter.layer_types={self.layer_types}",
-                fix=f"name {FULL} or {SLIDING} for each of the {self.num_layers} layers",
-            )
+        check_layer_types(self.layer_types, self.num_layers)
 
     @property
     def most_drafts(self) -> int:
@@ -146,15 +140,15 @@ class DFlash(Drafter):
         self.set_vocabulary(kept, target_config.vocab_size)
         self.layer_types = config.layer_types or [FULL] * config.num_layers
         sliding = SLIDING in self.layer_types
-        shape = draft_layer_config(
-            target_config,
+        self.layer_config = shape = draft_layer_config(
+            config,
             config.num_layers,
+            target_config,
             Qwen3Config,
             layer_types=self.layer_types,
             use_sliding_window=sliding,
             sliding_window=config.sliding_window if sliding else None,
         )
-        self.layer_config = shape = with_own(shape, {**config.layer, "model_type": "qwen3"} if config.layer else {})
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(len(self.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps)
@@ -169,6 +163,9 @@ class DFlash(Drafter):
 
     def shard_units(self) -> list[nn.Module]:
         return list(self.layers)
+
+    def final_norms(self) -> list[nn.Module]:
+        return [self.norm]
 
     def head(self, frozen: FrozenTarget) -> torch.Tensor:
         """[D, H]"""
@@ -237,7 +234,7 @@ class DFlash(Drafter):
         if self.config.weighting == "dpace":
             labels = self.to_draft(batch.input_ids[row + 1 + step])
             chances = torch.zeros(len(anchors), self.depth, dtype=weights.dtype, device=row.device)
-            chances[block, step] = label_probabilities(states, head, labels, frozen.cap).to(weights.dtype)
+            chances[block, step] = label_probabilities(states, head, labels).to(weights.dtype)
             counts = targets.counts[:, anchors].T
             factors = factors * dpace(chances, counts, self.config.dpace_alpha)[block, step]
         loss, judged = self.draft_loss(batch, targets, frozen, states, head, weights[step] * factors)
@@ -282,7 +279,7 @@ class DFlash(Drafter):
 
     def choose(self, hidden: torch.Tensor, bonus: torch.Tensor, frozen: FrozenTarget) -> torch.Tensor:
         """The greedy drafts, int64 [N, k]."""
-        return self.to_target(frozen.cap(hidden @ self.head(frozen).T).argmax(-1))
+        return self.to_target((hidden @ self.head(frozen).T).argmax(-1))
 
     def confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor | None:
         """hidden [..., H], previous int64 [...], the token before each draft → the logit of each draft's acceptance, given
@@ -292,6 +289,7 @@ class DFlash(Drafter):
     # ---- export (speculators format, dflash)
 
     def export_config(self, frozen: FrozenTarget) -> dict[str, Any]:
+        warn_of_engines(self.layer_config)
         # vLLM takes one flag for all layers: without sliding layers it must say what the full ones are, bidirectional.
         non_causal = self.config.sliding_window_non_causal or SLIDING not in self.layer_types
         if not non_causal and FULL in self.layer_types:
@@ -326,6 +324,7 @@ class DFlash(Drafter):
             layer_types=layer["layer_types"],
             sliding_window_non_causal=exported["sliding_window_non_causal"],
             **window,
+            **shape_keys(layer),
         )
 
     def export_tensors(self, frozen: FrozenTarget) -> dict[str, torch.Tensor]:
@@ -335,11 +334,11 @@ class DFlash(Drafter):
 
 
 @torch.no_grad()
-def label_probabilities(states: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, cap) -> torch.Tensor:
+def label_probabilities(states: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """q(label) [n], of states [n, H'], in chunks; 0 for a label of -1 (outside the draft vocabulary)."""
     chances = []
     for rows, wanted in zip(*(x.split(max(1, CHUNK_ELEMENTS // len(head))) for x in (states, labels))):
-        q = upcast(cap(rows @ head.T)).log_softmax(-1).gather(1, wanted.clamp(min=0)[:, None]).squeeze(1).exp()
+        q = upcast(rows @ head.T).log_softmax(-1).gather(1, wanted.clamp(min=0)[:, None]).squeeze(1).exp()
         chances.append(torch.where(wanted >= 0, q, 0.0))
     return torch.cat(chances)
 

@@ -145,7 +145,7 @@ class DSpark(DFlash):
         for k in range(hidden.shape[1]):
             feature, state = self.markov_head.step(hidden[:, k], token, state)
             logits = hidden[:, k] @ head.T + self.markov_head.markov_w2(feature)
-            token = self.to_target(frozen.cap(logits).argmax(-1))
+            token = self.to_target(logits.argmax(-1))
             drafts.append(token)
         return torch.stack(drafts, 1)
 

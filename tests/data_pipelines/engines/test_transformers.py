@@ -53,15 +53,16 @@ def test_taps_and_final_are_transformers_hidden_states(target):
         final = features.final[start : start + n]
         assert torch.equal(final, mine[:, 3])  # H^L is the state before the final norm …
         torch.testing.assert_close(frozen.normed(final), states.hidden_states[-1][0], rtol=1e-4, atol=1e-5)
-        logits = frozen.cap(frozen.normed(final) @ frozen.head_weight.T)
+        logits = frozen.readout.logits(frozen.normed(final))
         torch.testing.assert_close(logits, states.logits[0], rtol=1e-3, atol=1e-4)  # … and the tail is the target's own
         start += n
 
 
-def test_the_frozen_target_embeds_as_the_model_does(target):
+def test_drafters_embed_the_plain_rows(target):
+    """As engines do for a drafter, also where the model itself scales its embedding."""
     model, frozen = target.load_model(torch.float32), FrozenTarget.load(target, torch.float32)
     ids = torch.arange(20)
-    assert torch.equal(frozen.embed(ids), model.get_input_embeddings()(ids))
+    assert torch.equal(frozen.embed(ids), model.get_input_embeddings().weight[ids])
 
 
 def test_the_same_pack_gives_the_same_bits(tiny_target):

@@ -110,13 +110,17 @@ def literal_draft(drafter, frozen, taps, tokens, a: int, forced: bool):
                 state = torch.sigmoid(g) * state + (1 - torch.sigmoid(g)) * torch.tanh(c)
                 e = torch.tanh(o)
             logits = logits + bias.markov_w2.weight @ e
-        out.logits.append(frozen.cap(logits))
+        out.logits.append(logits)
         out.drafts.append(drafter.to_target(out.logits[-1].argmax()))
         out.confidence.append(None if sure is None else (sure.proj.weight @ features + sure.proj.bias)[0])
         if forced and a + 1 + k >= len(tokens):
             break
         previous = tokens[a + 1 + k] if forced else out.drafts[-1]
     return out
+
+
+def capped(softcap, logits):
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def literal_loss(drafter, frozen, made, mixture):
@@ -138,7 +142,7 @@ def literal_loss(drafter, frozen, made, mixture):
             for k in range(drafter.depth):
                 if a + 1 + k >= n or not supervised[a : a + 2 + k].all():
                     break
-                teacher = frozen.cap(frozen.head_weight @ frozen.normed(final[a + k]))
+                teacher = capped(frozen.readout.softcap, frozen.head_weight @ frozen.normed(final[a + k]))
                 p_full, log_q, label = teacher.softmax(-1), out.logits[k].log_softmax(-1), int(tokens[a + 1 + k])
                 take = True
                 if drafter.kept is not None:

@@ -285,7 +285,7 @@ def test_probabilities_of_labels(monkeypatch):
     states, head, labels = torch.randn(7, 4), torch.randn(9, 4), torch.tensor([0, 8, -1, 3, 4, -1, 5])
     expected = (states @ head.T).softmax(-1)[torch.arange(7), labels]
     expected[labels < 0] = 0
-    torch.testing.assert_close(label_probabilities(states, head, labels, lambda x: x), expected)
+    torch.testing.assert_close(label_probabilities(states, head, labels), expected)
 
 
 # ---- decoding
@@ -327,13 +327,13 @@ def test_propose_equals_the_literal_draft_over_ragged_rounds(target_config, froz
 
 
 def test_the_target_family_decides_what_the_head_does(target_config, world):
-    """A soft-cap is applied to the sum of head and bias, in training as in drafting."""
+    """The teacher has its soft-cap; the draft does not, for no engine caps a drafter's logits."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(1)
     model = LlamaForCausalLM(target_config).double().requires_grad_(False)
     capped = FrozenTarget(model)
-    capped._softcap = 0.5
+    capped.readout = replace(capped.readout, softcap=0.5)
     made = world.make([9, 8], mask="answer")
     drafter = make_drafter(target_config, "dspark", {"markov_head": "gated"})
     targets = drafter.targets(made.batch, capped)

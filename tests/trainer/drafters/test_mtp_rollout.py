@@ -87,7 +87,7 @@ def chain_loop(drafter, frozen, final, tokens, t, steps, *, forced: bool):
     logits, drafts = [], []
     for k in range(steps):
         out = module_rows(drafter, 0, embeds, hidden, torch.arange(t + 1 + k))[-1]
-        logits.append(frozen.cap(out @ drafter.head(frozen).T))
+        logits.append(out @ drafter.head(frozen).T)
         drafts.append(drafter.to_target(logits[-1].argmax()))
         if k == steps - 1 or (forced and t + 2 + k >= len(tokens)):
             break
@@ -105,7 +105,7 @@ def step_loop(drafter, frozen, final, tokens, t, steps, *, forced: bool):
     for k in range(steps):
         module = k if drafter.config.form == "chained" else 0
         hidden = module_rows(drafter, module, frozen.embed(torch.stack(stream[k:])), hidden, torch.arange(k, t + 1 + k))
-        logits.append(frozen.cap(hidden[-1] @ drafter.head(frozen).T))
+        logits.append(hidden[-1] @ drafter.head(frozen).T)
         drafts.append(drafter.to_target(logits[-1].argmax()))
         if forced and t + 2 + k >= len(tokens):
             break
