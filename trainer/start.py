@@ -6,8 +6,6 @@ import logging
 from dataclasses import fields, replace
 from typing import Any
 
-import torch
-
 from data_pipelines.engines import Target
 from data_pipelines.errors import UserError
 
@@ -33,8 +31,8 @@ def begin_from(given: DrafterConfig, target: Target) -> tuple[DrafterConfig, Sav
             f"drafter={given.name}, and drafter.init={given.init} is a {theirs.name} drafter",
             fix=f"use drafter={theirs.name}, or another init",
         )
+    own = saved.head is not None and saved.has_own_head(FrozenTarget.load(target, saved.head.dtype))
     if hasattr(theirs, "train_head"):
-        own = saved.has_own_head(FrozenTarget.load(target, torch.float32))
         theirs = replace(theirs, train_head=own or given.train_head)  # a head like the target's may be trained or not
     taken = {f.name: getattr(theirs, f.name) for f in fields(given) if f.name not in _trained(given, theirs)}
     _refuse_contradictions(given, taken)
