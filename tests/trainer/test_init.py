@@ -98,6 +98,10 @@ def test_at_step_0_it_accepts_what_the_export_does(trained, theirs, tiny_target,
     own_weights = {name: tensor for name, tensor in drafter.state_dict().items() if name in stored}
     assert len(own_weights) > 5 and all(torch.equal(tensor, stored[name]) for name, tensor in own_weights.items())
     assert ("d2t" in own_weights) == (which != "mtp")
+    if which != "mtp":
+        assert torch.equal(drafter.kept, stored["d2t"] + torch.arange(len(stored["d2t"]))), (
+            "not one of the run's own data"
+        )
 
 
 def test_it_trains_on_from_there_and_its_own_export_has_the_same_vocabulary(trained, tmp_path):
