@@ -101,13 +101,15 @@ def gather_slots(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 class CachedAttention:
     """Decoding, B sequences at once: a growing cache of slots, of which each sequence uses some.
 
-    A query sees every valid slot before its own call and, among the slots of its call, those up to itself. `drop_drafts`
-    ends a round: as many slots stay as the longest sequence has valid ones.
+    A query sees every valid slot before its own call and, among the slots of its call, those up to itself; with a window, the
+    last so many of them. (A sequence's valid slots are its positions in order: its window is counted in them.)
+    `drop_drafts` ends a round: as many slots stay as the longest sequence has valid ones.
     """
 
-    def __init__(self, batch_size: int):
+    def __init__(self, batch_size: int, window: int | None = None):
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
+        self._window = window
         self._valid = torch.zeros(batch_size, 0, dtype=torch.bool)
         self._committed = 0
         self._new: torch.Tensor | None = None
@@ -155,5 +157,9 @@ class CachedAttention:
             self._committed = before + n
         index = torch.arange(before + n, device=k.device)
         causal = index[None] <= before + torch.arange(n, device=k.device)[:, None]
-        visible = (causal[None] & self._valid[:, None])[:, None, None]
+        visible = causal[None] & self._valid[:, None]
+        if self._window:
+            rank = self._valid.cumsum(1)
+            visible &= rank[:, before:, None] - rank[:, None] < self._window
+        visible = visible[:, None, None]
         return attend(q, self._keys, self._values, visible, scoring)

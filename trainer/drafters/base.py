@@ -16,6 +16,7 @@ from data_pipelines.errors import UserError
 from ..batch import Batch, round_counts
 from ..losses import Judged, Mixture, Teacher, streamed_loss, summarise_teacher
 from ..target import FrozenTarget
+from .layers import scale_norm
 
 
 @dataclass
@@ -25,7 +26,7 @@ class DrafterConfig:
 
     init: an export, a run's folder or a hub id of a drafter to begin from: its weights, its draft vocabulary and all keys
     that say what it is, unless they are given and contradict it. layer: keys of the layers' transformers config that do not
-    follow the target (`layers.LAYER_KEYS`); `init` fills it in.
+    follow the target (`shape.LAYER_KEYS`); `init` fills it in.
 
     training: the keys that say how a drafter is trained; all others say what it is.
     """
@@ -250,7 +251,18 @@ class Drafter(nn.Module):
         return []
 
     def start_head(self, frozen: FrozenTarget) -> None:
-        """A trained head, if there is one, begins as the target's rows."""
+        """Fresh logits begin on the target's scale, and a trained head, if there is one, as the target's rows.
+
+        A drafter's logits are the plain product of head and normed state: what a family multiplies its logits with
+        (Granite by 1/8, Cohere by 1/16) has to be in the final norm's gain. AdamW moves a gain by about the learning
+        rate a step, so it must not begin at 1.
+        """
+        for norm in self.final_norms():
+            scale_norm(norm, frozen.readout.scale)
+
+    def final_norms(self) -> list[nn.Module]:
+        """Those that the head reads."""
+        raise NotImplementedError
 
     def warm_start(self, target: Target) -> None:
         """Weights that the target's checkpoint brings along, if this drafter can begin from them."""

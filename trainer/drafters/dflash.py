@@ -25,18 +25,18 @@ from ..batch import Batch
 from ..losses import CHUNK_ELEMENTS, Judged, upcast
 from ..target import FrozenTarget
 from .attention import rightmost
-from .base import Committed, Contract, Drafter, DrafterConfig, check_taps, default_taps
+from .base import Committed, Contract, Drafter, check_taps, default_taps
 from .blocks import CachedBlocks, TrainedBlocks, block_seen, context_seen, draw_anchors
-from .layers import BlockLayer, Rotary, draft_layer_config, init_linears, with_own
+from .layers import BlockLayer, Rotary, init_linears
+from .shape import FULL, SLIDING, ShapeConfig, check_layer_types, draft_layer_config, shape_keys, warn_of_engines
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 SLOTS = {"anchor_predicts": 0, "anchor_is_context": 1}  # → the slot of the first draft
 WEIGHTINGS = ("exponential", "dpace")
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class DFlashConfig(DrafterConfig):
+class DFlashConfig(ShapeConfig):
     """taps: the target layers that feed the drafter; empty: [2, L//2, L-3]. block_size: B. slots: `anchor_predicts`
     (all B slots draft) or `anchor_is_context` (the anchor's slot does not: B-1 drafts). mask_token: id of the token in
     slots that hold no real one; -1: one that texts do not use is chosen. anchors: blocks trained per pack, at most.
@@ -48,7 +48,7 @@ class DFlashConfig(DrafterConfig):
     anchor); empty: all full. sliding_window_non_causal: a block's slots see each other both ways in sliding layers too.
     """
 
-    training = DrafterConfig.training | {"anchors", "weighting", "gamma", "dpace_alpha"}
+    training = ShapeConfig.training | {"anchors", "weighting", "gamma", "dpace_alpha"}
 
     name: str = "dflash"
     loss: str = "ce"
@@ -76,13 +76,7 @@ class DFlashConfig(DrafterConfig):
             raise UserError(f"drafter.block_size={self.block_size} leaves no slot that drafts", fix="use at least 2")
         if self.gamma <= 0:
             raise UserError(f"drafter.gamma={self.gamma}; it must be positive")
-        if self.layer_types and (
-            len(self.layer_types) != self.num_layers or not {*self.layer_types} <= {FULL, SLIDING}
-        ):
-            raise UserError(
-                f"drafter.layer_types={self.layer_types}",
-                fix=f"name {FULL} or {SLIDING} for each of the {self.num_layers} layers",
-            )
+        check_layer_types(self.layer_types, self.num_layers)
 
     @property
     def most_drafts(self) -> int:
@@ -162,15 +156,15 @@ class DFlash(Drafter):
         self.set_vocabulary(kept, target_config.vocab_size)
         self.layer_types = config.layer_types or [FULL] * config.num_layers
         sliding = SLIDING in self.layer_types
-        shape = draft_layer_config(
-            target_config,
+        self.layer_config = shape = draft_layer_config(
+            config,
             config.num_layers,
+            target_config,
             Qwen3Config,
             layer_types=self.layer_types,
             use_sliding_window=sliding,
             sliding_window=config.sliding_window if sliding else None,
         )
-        self.layer_config = shape = with_own(shape, {**config.layer, "model_type": "qwen3"} if config.layer else {})
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(len(self.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps)
@@ -185,6 +179,9 @@ class DFlash(Drafter):
 
     def shard_units(self) -> list[nn.Module]:
         return list(self.layers)
+
+    def final_norms(self) -> list[nn.Module]:
+        return [self.norm]
 
     def head(self, frozen: FrozenTarget) -> torch.Tensor:
         """[D, H]"""
@@ -309,6 +306,7 @@ class DFlash(Drafter):
     # ---- export (speculators format, dflash)
 
     def export_config(self, frozen: FrozenTarget) -> dict[str, Any]:
+        warn_of_engines(self.layer_config)
         # vLLM takes one flag for all layers: without sliding layers it must say what the full ones are, bidirectional.
         non_causal = self.config.sliding_window_non_causal or SLIDING not in self.layer_types
         if not non_causal and FULL in self.layer_types:
@@ -343,6 +341,7 @@ class DFlash(Drafter):
             layer_types=layer["layer_types"],
             sliding_window_non_causal=exported["sliding_window_non_causal"],
             **window,
+            **shape_keys(layer),
         )
 
     def export_tensors(self, frozen: FrozenTarget) -> dict[str, torch.Tensor]:

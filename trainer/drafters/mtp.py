@@ -137,6 +137,9 @@ class MTP(RolloutDrafter):
     def contract(cls, config: MTPConfig, num_layers: int) -> Contract:
         return Contract(())
 
+    def final_norms(self):
+        return [module.final_layernorm for module in self.mtp_layers]
+
     def warm_start(self, target: Target) -> None:
         """Begin from the target's own head. Steps that it has no module for begin from its last one, as engines use it."""
         heads = read_native_heads(target, self.mtp_layers[0]) if self.config.warm_start == "auto" else []

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from data_pipelines.errors import UserError
 
-from ..drafters.layers import LAYER_KEYS
+from ..drafters.shape import LAYER_KEYS
 
 _COMMON = {"draft_vocab_size": 32000, "target_hidden_size": None}
 _BLOCKS = {
@@ -48,6 +48,7 @@ _TAPS = {"eagle3": "eagle_aux_hidden_state_layer_ids"}  # of the others: aux_hid
 # What stands where there is no value that tells the type.
 _KINDS: dict[str, tuple[type, ...]] = {"target_hidden_size": (int,), "mask_token_id": (int,)}
 _LAYER_CLASSES = {"mtp": "qwen2"}  # of a transformer_layer_config that does not say: qwen3 otherwise
+_SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "hidden_act")
 _ATTENDING = {"eagle3": ("llama", "qwen3")}  # the layers that there are; block drafters always have Qwen3's
 
 
@@ -82,9 +83,10 @@ def complete(exported: dict[str, Any], target_config, where: str) -> dict[str, A
     return {**whole, key: taps}
 
 
-def own_layer(layer: dict[str, Any]) -> dict[str, Any]:
+def own_layer(layer: dict[str, Any], name: str) -> dict[str, Any]:
     """What `drafter.layer` has to be for layers of this (completed) transformer_layer_config."""
-    return {key: layer[key] for key in LAYER_KEYS}
+    kind = layer["model_type"] if name in _ATTENDING else "qwen3"
+    return {**{key: layer[key] for key in LAYER_KEYS}, "model_type": kind}
 
 
 def proposed_tokens(exported: dict[str, Any]) -> int | None:
@@ -140,7 +142,7 @@ def _layer(exported: dict[str, Any], name: str, where: str) -> dict[str, Any]:
         ) from error
     if name == "mtp":
         return layer
-    for key in LAYER_KEYS:
+    for key in (*_SHAPE, *LAYER_KEYS):
         if layer.get(key) is None:
             raise UserError(f"transformer_layer_config of a {kind} drafter has no {key}", where=where)
     rope = layer["rope_parameters"]
@@ -148,10 +150,6 @@ def _layer(exported: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(
             "transformer_layer_config rotates a part of each head only, which is not built here", where=where
-        )
-    if name == "eagle3" and "sliding_attention" in (layer.get("layer_types") or []):
-        raise UserError(
-            "transformer_layer_config has layers with a sliding window, which EAGLE-3 has not here", where=where
         )
     for key in ("attention_bias", "mlp_bias"):
         if layer.get(key):
@@ -184,7 +182,7 @@ def _check_target(whole: dict[str, Any], layer: dict[str, Any], target_config, w
 def _check_family(layer: dict[str, Any], target_config, where: str) -> None:
     """An MTP head is a layer of its target's own family and shape."""
     ours = target_config.to_dict()
-    for key in ("model_type", *LAYER_KEYS[1:]):
+    for key in (*LAYER_KEYS, *_SHAPE):
         if layer.get(key) != ours.get(key) and key in layer and key in ours:
             raise UserError(
                 f"an MTP head is a layer of its target: {key} is {layer[key]} there, and {ours[key]} in this target",

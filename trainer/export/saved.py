@@ -154,7 +154,7 @@ def read_export(path: Path, target_config) -> SavedDrafter:
     except UserError as error:
         raise UserError(error.what, where=where, fix=error.fix) from error
     if config.name != "mtp":
-        config = replace(config, layer=own_layer(exported["transformer_layer_config"]))
+        config = replace(config, layer=own_layer(exported["transformer_layer_config"], config.name))
     head = tensors.get("lm_head.weight")
     if hasattr(config, "train_head"):
         config = replace(config, train_head=head is not None)

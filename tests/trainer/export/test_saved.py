@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM
 from data_pipelines.engines import Target
 from data_pipelines.errors import UserError
 from tests.trainer.export.test_block_drafters import their_forward
-from tests.trainer.export.theirs import written
+from tests.trainer.export.test_speculators import move_their_window
+from tests.trainer.export.theirs import OWN, written
 from trainer.batch import Batch
 from trainer.export.saved import find_drafter, read_drafter, read_export
 from trainer.target import FrozenTarget
@@ -46,17 +47,21 @@ def document(target) -> Batch:
     return Batch(ids, torch.zeros(15, dtype=torch.long), torch.arange(15), every, taps, final)
 
 
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, "use_sliding_window": True}
 EAGLE3 = {
     "defaults": ("llama", {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}),
     "null layers": ("llama", {}),
     "qwen3": ("qwen3", {"norm_before_residual": True, "fc_norm": True, "norm_output": True}),
     "reduced vocabulary": ("qwen3", {"draft_vocab_size": 40, "norm_before_fc": True}),
+    "sliding windows": ("qwen3", {"keys": {**OWN, **SLIDING}}),
 }
 
 
 @pytest.mark.parametrize("case", EAGLE3)
-def test_an_eagle3_drafter_of_speculators_drafts_the_same_here(target, frozen, document, tmp_path, case):
+def test_an_eagle3_drafter_of_speculators_drafts_the_same_here(target, frozen, document, tmp_path, monkeypatch, case):
     layers, options = EAGLE3[case]
+    if "keys" in options:
+        move_their_window(monkeypatch, SLIDING["sliding_window"])
     theirs = written(tmp_path / "export", target, "eagle3", layers, **options)
     saved = read_export(tmp_path / "export", target.config)
     assert saved.config.taps == options.get(
