@@ -21,6 +21,7 @@ What a module's attention sees:
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,8 @@ _CHOICES = {
     "attention": ("rollout", "own_step"),
     "warm_start": ("auto", "never"),
 }
+READ = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # families whose MTP layer speculators 0.9 has
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -267,7 +270,14 @@ class MTP(RolloutDrafter):
     def export_config(self, frozen) -> dict[str, Any]:
         """Engines read the shared form over the whole vocabulary, on the post-norm state; `hidden_kind` and a
         `draft_vocab_size` are for this project's own loader."""
-        layer = {**self.target_config.to_diff_dict(), "model_type": self.target_config.model_type}
+        family = self.target_config.model_type
+        if family not in READ:
+            log.warning(
+                "no engine reads an MTP head of a %s target in this format (speculators 0.9 has those of %s); here it can be "
+                "judged, and stitched into a target that has such a head",
+                *(family, ", ".join(READ)),
+            )
+        layer = {**self.target_config.to_diff_dict(), "model_type": family}
         vocabulary = {} if self.kept is None else {"draft_vocab_size": self.draft_vocab_size}
         return {
             "speculators_model_type": "mtp",
