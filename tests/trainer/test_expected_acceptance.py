@@ -26,7 +26,7 @@ from trainer.drafters.layers import scale_norm
 from trainer.drafters.mtp import MTPConfig
 from trainer.target import FrozenTarget
 
-K, STEPS, DRAWS = 2, 100, 40_000
+K, STEPS, DRAWS = 2, 80, 40_000
 DOCUMENTS, LENGTH = 48, 22
 WITHOUT_HEAD_SIZE = {key: value for key, value in SHAPE.items() if key != "head_dim"}
 FAMILIES = {

@@ -203,6 +203,7 @@ class DFlash(Drafter):
         bonus and anchors: int64 [N], the token in slot 0 and its position. taps [..., T, A, H] and positions int64
         [..., T]: the context's. attentions: one per layer.
         """
+        # (No key scales the embeddings: consumers of this format embed the plain rows and read none.)
         offsets = torch.arange(self.config.block_size, device=bonus.device)
         tokens = torch.where(offsets == 0, bonus[:, None], self.config.mask_token)
         context, blocks = self.hidden_norm(self.fc(taps.flatten(-2))), frozen.embed(tokens)
