@@ -19,6 +19,7 @@ from transformers.masking_utils import create_causal_mask
 
 from data_pipelines.engines import build_engine
 from data_pipelines.engines.anatomy import anatomy
+from data_pipelines.errors import UserError
 from data_pipelines.features import FeatureSpec
 from data_pipelines.packing import Document, Pack
 from tests.trainer.families import EXPERTS, FAMILIES, NATIVE, SHAPE, build_target
