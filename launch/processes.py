@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import site
 import socket
 import subprocess
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import data_pipelines
 from data_pipelines.errors import UserError
 from data_pipelines.orphans import end_with
 
@@ -49,6 +51,15 @@ class Role:
     elsewhere: bool = False
 
 
+def only_ours() -> dict[str, str]:
+    """The environment in which a child imports our packages, whatever lies in the folder that it is started from: `python -m`
+    would put that folder first, and a person's own conf.py or trainer.py would be taken for ours."""
+    packages = str(Path(data_pipelines.__file__).parents[1])
+    installed = {*site.getsitepackages(), site.getusersitepackages()}
+    paths = [*([] if packages in installed else [packages]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
+
+
 class Child:
     """A running role. Its stdout and stderr are appended to `logs/<name>.log`.
 
@@ -73,7 +84,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.role.env},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **only_ours(), **self.role.env},
                 start_new_session=True,
                 preexec_fn=partial(end_with, os.getpid()),
             )

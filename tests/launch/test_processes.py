@@ -203,3 +203,29 @@ def test_processor_time_of_whoever_is_there() -> None:
     while cpu_seconds([os.getpid()]) < before + 0.05:
         sum(range(10_000))
     assert cpu_seconds([2**22 + 1]) == 0.0
+
+
+@pytest.mark.parametrize("how", ["-m", "torchrun"])
+def test_a_persons_own_files_are_not_taken_for_ours(tmp_path: Path, monkeypatch, how: str) -> None:
+    """Every Sphinx project has a conf.py; a run is started from wherever the person works."""
+    ours = ("conf", "data_pipelines", "launch", "recipes", "trainer")
+    for name in ours:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the person was imported')")
+    (tmp_path / "look.py").write_text(
+        f"import {', '.join(ours)}\nprint('found', *({', '.join(f'{n}.__path__' for n in ours)}))"
+    )
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "look"]
+    if how == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", *command]
+    root = Path(processes.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "look.py").rename(tmp_path / "elsewhere" / "look.py")
+    crew = Crew(tmp_path / "logs", 0)
+    try:
+        child = crew.start_helper(Role("look", command))
+        wait_for(lambda: child.status is not None, 60)
+        assert child.status == 0 and f"found ['{root}/conf']" in child.said(), child.said()
+    finally:
+        crew.stop()
