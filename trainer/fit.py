@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.initialization import no_init_weights
 
 from data_pipelines.conversations.rendering import stop_ids
 from data_pipelines.conversations.templates import check_template
@@ -141,7 +142,7 @@ def _why_not(name: str, target: Target, tokenizer: list[Any], tapped: bool, fit:
         taps = DRAFTERS[name].contract(config, target.config.num_hidden_layers).taps
         if taps and not tapped:
             return Finding(name, False, "it reads taps, and those of this target are not what they should be")
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             drafter = build_drafter(config, target.config, None)
         trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
         fit.memory_bytes[f"rank, {name}"] = _TRAINED_BYTES * trained

@@ -47,7 +47,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "DbrxForCausalLM": {"attn_config.rope_theta": 1e4},  # read by the class, not among its defaults
     "FalconH1ForCausalLM": {"mamba_d_ssm": 128},  # has to be heads × head size
     "Mamba2ForCausalLM": {"num_heads": 8},  # heads × head size has to be twice the width
-    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},  # no default
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "conv"]},  # no default
     "ReformerModelWithLMHead": {  # sizes that have to multiply and sum up to others
         "axial_pos_embds_dim": [16, 48],
         "axial_pos_shape": [8, 16],
@@ -76,7 +76,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # A vocabulary of image tokens, without a default.
     "ChameleonForConditionalGeneration": {"vocabulary_map": {"<image>": 118, "IMGIMGA": 117}},
     "Emu3ForConditionalGeneration": {"vocabulary_map": {"<image>": 118, "<|extra_200|>": 117}},
-    "DeepseekOcr2ForConditionalGeneration": {"text_config.mlp_layer_types": ["dense", *["sparse"] * 3]},  # no default
+    "DeepseekOcr2ForConditionalGeneration": {"text_config.mlp_layer_types": ["dense", "sparse", "sparse"]},  # no default
     "Ernie4_5_VLMoeForConditionalGeneration": {  # without a default; sums up to half the head size
         "text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
     },
@@ -84,7 +84,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "text_config.model_type": "granite4_vision_text",
         "deepstack_layer_map": [],
         "downsample_rate": "2/4",
-        "spatial_target_layers": [0, 1, 2, 3],
+        "spatial_target_layers": [0, 1, 2, 2],
     },
     "FunAsrNanoForConditionalGeneration": {"adaptor_config.intermediate_size": 16},  # a quarter of the width
     "KyutaiSpeechToTextForConditionalGeneration": {"codec_config.upsample_groups": 4},  # divides the width

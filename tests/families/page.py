@@ -21,7 +21,9 @@ def documented(page: Path = PAGE) -> dict[tuple[str, str], str]:
     if f"transformers {transformers.__version__}" not in table:
         return {}
     lines = [line for line in table.splitlines() if re.match(r"\| [\w.-]+ \| \w+ \|", line)]
-    return {tuple(cell.strip() for cell in line.split("|")[1:3]): line for line in lines if not line.startswith("| family")}
+    return {
+        tuple(cell.strip() for cell in line.split("|")[1:3]): line for line in lines if not line.startswith("| family")
+    }
 
 
 def _table(page: Path) -> str:

@@ -18,8 +18,8 @@ _FIRST, _SECOND = 9, 14  # documents, in tokens
 
 
 def prove(folder: Path, *, tapped: bool) -> None:
-    """A producer's features of two packed documents, turned into logits by a rank, are the model's own logits of each document
-    alone; the taps are its own hidden states; later tokens change no earlier logits."""
+    """A producer's features of two packed documents, turned into logits by a rank, are the model's own logits of each
+    document alone; the taps are its own hidden states; later tokens change no earlier logits."""
     target, whole = Target(str(folder), folder.name), load_whole(folder)
     documents = [ordinary_tokens(n, seed=n) for n in (_FIRST, _SECOND)]
     real = [own_logits(whole, ids) for ids in documents]
@@ -28,7 +28,7 @@ def prove(folder: Path, *, tapped: bool) -> None:
 
     depth = target.config.num_hidden_layers
     spec = FeatureSpec("proof", tuple(range(depth)) if tapped else (), target.config.hidden_size, "float32")
-    features = TransformersEngine(target, spec).compute(torch.cat(documents, 1)[0].numpy(), (_FIRST, _SECOND))
+    features = TransformersEngine(target, spec, whole).compute(torch.cat(documents, 1)[0].numpy(), (_FIRST, _SECOND))
     frozen = FrozenTarget.load(target, torch.float32)
     with torch.no_grad():
         ours = frozen.readout.logits(frozen.normed(features.final))

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 VOCABULARY = 128  # a power of two, as codebooks are
 ORDINARY_TOKENS = 80  # ids from 0; special tokens lie above
-LAYERS = 4
+LAYERS = 3
 CONTEXT = 256
 _DROPPED = re.compile(
     r"model_type|transformers_version|architectures|_name_or_path|dtype|id2label|label2id|.*pruned_heads|is_encoder_decoder"
@@ -51,7 +51,8 @@ RULES: list[tuple[str, Any]] = [
     (r"qk_head_dim", 2 * _HEAD),
     (r"rotary_dim", 8),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions|context_length", CONTEXT),
-    (r"model_max_length|max_sequence_length|max_source_positions|max_2d_position_embeddings|num_position_embeddings", CONTEXT),
+    (r"model_max_length|max_sequence_length|max_source_positions|max_2d_position_embeddings", CONTEXT),
+    (r"num_position_embeddings", CONTEXT),
     (r"original_max_position_embeddings", CONTEXT // 2),
     (r"sliding_window(_size)?|local_attention|window_size|attention_window_size|attention_chunk_size|keep_window_size", 16),
     (r"(mamba_)?d_state|state_size|ssm_state_size|mamba_d_state", 8),

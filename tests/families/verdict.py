@@ -54,7 +54,9 @@ def read(family: Family, fit: Fit) -> Verdict:
     findings = {finding.name: finding for finding in fit.findings}
     drafters = tuple(name for name, why in fit.drafters.items() if why is None)
     if not fit.fits:
-        refused = [findings[n] for n in ("model", "logits", "embedding", "rank") if n in findings and not findings[n].fits]
+        refused = [
+            findings[n] for n in ("model", "logits", "embedding", "rank") if n in findings and not findings[n].fits
+        ]
         says = refused[0].says if refused else "; ".join(f"{name}: {why}" for name, why in fit.drafters.items())
         return Verdict(family, False, _plain(says))
     packed = "one by one" not in findings["packing"].says.split(";")[0]
