@@ -101,6 +101,19 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything that was measured")
 
 
+def _judge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, metavar="T", help="a folder, a hub id, or tiny, or smollm2_135m")
+    parser.add_argument("--draft", required=True, metavar="D", help="an export, a run's folder, or a hub id")
+    parser.add_argument("--prompts", metavar="FILE", help="rows with `messages` and, optionally, `domain`")
+    parser.add_argument("--max-prompts", type=int, metavar="N", help="as evaluate.max_prompts, and so the following")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N")
+    parser.add_argument("--batch-size", type=int, metavar="N")
+    parser.add_argument("--draft-tokens", type=int, metavar="N", help="drafted a round (default: what the export says)")
+    parser.add_argument("--seed", type=int, default=0, help="which prompts are drawn")
+    parser.add_argument("--out", metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--json", action="store_true", help="print it")
+
+
 def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     _finished_run(parser)
     parser.add_argument("--json", action="store_true", help="print everything that was measured")
@@ -186,6 +199,7 @@ COMMANDS = {
     "produce": Command("one producer of hidden states", _produce_arguments, "launch.commands:produce"),
     "capture": Command("fill the folder of features of source=offline", _capture_arguments, "launch.commands:capture"),
     "evaluate": Command("decode with a trained drafter, per domain", _evaluate_arguments, "launch.commands:evaluate"),
+    "judge": Command("decode with any drafter of the format, ours or not", _judge_arguments, "launch.judging:command"),
     "calibrate": Command(
         "fit the confidence of a trained DSpark drafter", _calibrate_arguments, "launch.commands:calibrate"
     ),

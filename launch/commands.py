@@ -135,7 +135,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     from trainer.config import read_config
     from trainer.decoding.run import evaluate_run
 
-    from .results import domains
+    from .judging import table
 
     run_dir = Path(arguments.run_dir)
     config = read_config(run_dir / "config.yaml", arguments.overrides)
@@ -144,9 +144,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(judged, indent=2))
         return
-    for name, numbers in domains(judged).items():
-        print(f"{name:<16} {numbers['acceptance_length']:.3f}  over {numbers['rounds']:,} rounds")
-    print(f"lossless: {'yes' if judged['lossless'] else 'NO'}; details in {run_dir / 'evaluation' / 'asked.json'}")
+    print("\n".join(table(judged)))
+    print(f"details: {run_dir / 'evaluation' / 'asked.json'}")
 
 
 def calibrate(arguments: argparse.Namespace) -> None:

@@ -32,7 +32,8 @@ def describe(setup: RunSetup) -> str:
         f"{counts.documents:,} documents, {counts.tokens:,} tokens, {counts.supervised:,} trained on;"
         f" {len(setup.plan.packs):,} packs, {setup.total_steps:,} steps"
     )
-    return f"{text}; {counts.quarantined:,} rows quarantined" if counts.quarantined else text
+    text = f"{text}; {counts.quarantined:,} rows quarantined" if counts.quarantined else text
+    return f"{text}; the drafter {setup.begins}" if setup.begins else text
 
 
 def counts(setup: RunSetup) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def stages(config: RunConfig) -> list[tuple[str, str]]:
     if config.evaluate.enabled:
         asked_for = config.evaluate
         judged = f"{asked_for.max_prompts} prompts of {asked_for.prompts}, {asked_for.draft_tokens} drafts a round"
-        planned.insert(3, ("before", f"the untrained drafter on {judged}"))
+        if asked_for.before:
+            planned.insert(3, ("before", f"the untrained drafter on {judged}"))
+        planned.insert(2, ("judge", f"where the target fits for judging, evaluate.dtype={asked_for.dtype}"))
         planned.insert(-1, ("after", f"the trained drafter on {judged}"))
     return planned

@@ -73,6 +73,11 @@ def check_data(config: RunConfig) -> None:
         raise UserError(
             f"data.path={data} does not exist", fix="a .jsonl file, hf:<dataset id>, builtin:prompts or builtin:demo"
         )
+    asked = config.evaluate
+    if asked.enabled and not asked.prompts.startswith(("builtin:", "hf:")) and not Path(asked.prompts).exists():
+        raise UserError(
+            f"evaluate.prompts={asked.prompts} does not exist", fix="a .jsonl file, builtin:eval, or evaluate=none"
+        )
 
 
 def check_tls(config: RunConfig) -> None:

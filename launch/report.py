@@ -18,6 +18,7 @@ from trainer.config import RunConfig
 from trainer.tracking import read_metrics
 
 ALL = "all"  # the row over all domains
+UNMOVED = 0.01  # acceptance lengths that differ by less are the same
 
 
 def write_report(summary: dict[str, Any], config: RunConfig, data: dict[str, Any], run_dir: Path) -> None:
@@ -29,9 +30,11 @@ def write_report(summary: dict[str, Any], config: RunConfig, data: dict[str, Any
         title=_title(summary),
         lead=f"{_lead(summary)[0].upper()}{_lead(summary)[1:]}.",
         facts=_facts(summary),
+        warnings=warnings(summary),
         acceptance=_acceptance(summary["acceptance"]),
         draft_tokens=config.evaluate.draft_tokens,
         lossless=summary["lossless"],
+        not_judged=summary["not_judged"],
         curves=draw_curves(read_metrics(run_dir)),
         data=_data(data),
         expectations=expectations(data["counts"]["documents"], config.data.regenerate.mode),
@@ -60,9 +63,28 @@ def table(summary: dict[str, Any]) -> Table:
         rows.add_row(
             "acceptance" if row["domain"] == ALL else f"  {row['domain']}", f"{row['before']} → {row['after']}"
         )
+    if summary["not_judged"]:
+        rows.add_row("acceptance", f"not judged: {summary['not_judged']}")
     if summary["lossless"] is not None:
         rows.add_row("lossless", "yes" if summary["lossless"] else "NO: a text differs from the target's own")
     return rows
+
+
+def warnings(summary: dict[str, Any]) -> list[str]:
+    """What a person should know of a training that did nothing, or next to nothing."""
+    said, share = [], summary["trained_share"]
+    if not share:
+        said.append("no draft was trained: not one that counts lies in the draft vocabulary (drafter.draft_vocab_size)")
+    elif share < 0.5:
+        said.append(f"only {share:.0%} of the drafts that count were trained: the draft vocabulary lacks the others")
+    before, after = (summary["acceptance"][when].get(ALL) for when in ("before", "after"))
+    if before and after and abs(after["acceptance_length"] - before["acceptance_length"]) < UNMOVED:
+        said.append(
+            f"acceptance did not move: {before['acceptance_length']:.2f} before, {after['acceptance_length']:.2f} after."
+            " Nothing that decoding shows was learnt: look at loss and trained_share in metrics.jsonl, at optim.lr, and at"
+            " how many tokens were trained on"
+        )
+    return said
 
 
 def draw_curves(metrics: Sequence[dict[str, Any]]) -> list[str]:
@@ -75,10 +97,8 @@ def draw_curves(metrics: Sequence[dict[str, Any]]) -> list[str]:
     rows = [{**row, "wait_fraction": row["wait_seconds"] / row["seconds"]} for row in metrics]
     if len(rows) < 2:
         return []
-    return [
-        _curve(title, [(row["step"], row[key]) for row in rows], from_zero=key == "wait_fraction")
-        for key, title in wanted
-    ]
+    series = [(key, title, [(r["step"], r[key]) for r in rows if r[key] is not None]) for key, title in wanted]
+    return [_curve(title, points, from_zero=key == "wait_fraction") for key, title, points in series if points]
 
 
 def _curve(title: str, points: list[tuple[int, float]], *, from_zero: bool) -> str:
@@ -143,9 +163,10 @@ def _title(summary: dict[str, Any]) -> str:
 def _lead(summary: dict[str, Any]) -> str:
     lead = f"{summary['steps']:,} steps on {summary['tokens']:,} tokens in {_duration(summary['seconds'])}"
     before, after = (summary["acceptance"][when].get(ALL) for when in ("before", "after"))
-    if not (before and after):
+    if not after:
         return lead
-    return f"acceptance length {before['acceptance_length']:.2f} → {after['acceptance_length']:.2f} after {lead}"
+    first = f"{before['acceptance_length']:.2f} → " if before else ""
+    return f"acceptance length {first}{after['acceptance_length']:.2f} after {lead}"
 
 
 def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -157,10 +178,18 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("processes", processes),
         ("trained on", f"{summary['packs']:,} packs, {summary['tokens']:,} tokens"),
         ("speed", f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['wait_fraction']:.0%} of it waiting"),
-        ("loss", f"{summary['loss']['first']:.3f} → {summary['loss']['last']:.3f}"),
+        ("loss", _loss(summary)),
         ("weights", f"sha256 {summary['weights_sha256'][:16]}…"),
     ]
     return [*facts, ("export", str(summary["export"]))] if summary["export"] else facts
+
+
+def _loss(summary: dict[str, Any]) -> str:
+    first, last, share = *(summary["loss"][when] for when in ("first", "last")), summary["trained_share"]
+    if first is None:
+        return "none: nothing was trained"
+    part = f", of {share:.1%} of the drafts that count" if share < 0.9995 else ""
+    return f"{first:.3f} → {last:.3f}{part}"
 
 
 def _acceptance(acceptance: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -20,7 +20,6 @@ from filelock import FileLock, Timeout
 from data_pipelines.engines import resolve_target
 from data_pipelines.errors import UserError
 from data_pipelines.files import write_text_atomically
-from trainer.checkpoint import choose_checkpoint
 from trainer.config import RunConfig, load_config, read_config, save_config
 from trainer.export.run import export_run
 from trainer.setup import RunSetup, prepare_run
@@ -70,7 +69,10 @@ def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
         if config.resume == "never":
             start_afresh(run_dir, screen)
         with screen.stage("target") as note:
-            note(data.describe_target(resolve_target(config.target)))
+            target = resolve_target(config.target)
+            note(data.describe_target(target))
+        with screen.stage("judge") as note:
+            note(results.place_judge(config, target))
         with screen.stage("data") as note:
             setup = _prepare(config, run_dir)
             save_config(config, run_dir / "config.yaml")
@@ -85,7 +87,7 @@ def _prepare(config: RunConfig, run_dir: Path) -> RunSetup:
     before = quarantine.read_text() if quarantine.exists() else None
     setup = prepare_run(config)
     try:
-        choose_checkpoint(run_dir / "checkpoints", config.resume, setup.identity)
+        setup.choose_checkpoint()
     except UserError:
         quarantine.unlink() if before is None else write_text_atomically(quarantine, before)
         raise
@@ -115,6 +117,8 @@ def _learn_and_judge(setup: RunSetup, places: Places, ports: dict[str, int], scr
         note(str(run_dir / "report.html"))
     screen.console.print()
     screen.console.print(report.table(summary))
+    for warning in report.warnings(summary):
+        screen.line(f"\nwarning: {warning}")
     screen.line(f"\ntry next: {next_command(setup.config)}")
     return summary
 

@@ -117,7 +117,8 @@ class MetricsTail:
 
 
 def describe_step(row: dict[str, Any]) -> str:
+    loss = "nothing trained" if row["loss"] is None else f"loss {row['loss']:.3f}"
     return (
-        f"loss {row['loss']:.3f}  acceptance ≈ {row['expected_length']:.2f}"
+        f"{loss}  acceptance ≈ {row['expected_length']:.2f}"
         f"  {row['tokens'] / row['seconds']:,.0f} tokens/s  waiting {row['wait_seconds'] / row['seconds']:.0%}"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from data_pipelines.errors import UserError
 from data_pipelines.files import write_text_atomically
 from data_pipelines.stream.messages import producer_config
-from trainer.checkpoint import choose_checkpoint, newest_step
+from trainer.checkpoint import newest_step
 from trainer.cluster import ClusterConfig
 from trainer.config import RunConfig, save_config
 from trainer.loop import PREEMPTED
@@ -38,11 +38,12 @@ def train(setup: RunSetup, places: Places, ports: dict[str, int], screen: Screen
     Raises UserError with the cause when it fails, and Stopped when the person or the system ended it.
     """
     run_dir, total = setup.run_dir, setup.total_steps
-    found = choose_checkpoint(run_dir / "checkpoints", setup.config.resume, setup.identity)
+    found = setup.choose_checkpoint()
     done = int(found.name.removeprefix("step_")) if found else 0
     if done == total and finished(run_dir, total):
         return f"all {total} steps were done already (resume=never starts afresh)"
-    (run_dir / "training.json").unlink(missing_ok=True)  # of fewer steps: not to be taken for what follows
+    for made in ("training.json", "summary.json"):  # of fewer steps: not to be taken for what follows
+        (run_dir / made).unlink(missing_ok=True)
     config = roles.connect(setup.config, run_dir, ports)
     save_config(config, run_dir / "config.yaml")
     if needs_stream(config):

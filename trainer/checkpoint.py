@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from .seal import Broken, Seal, read_seal, seal, sync, verify
 
 log = logging.getLogger("trainer")
 
+_ONLY_TOLD = {"drafter.init"}  # where it lay; what it was is in drafter.init_sha256
 FULL_DISK_BYTES = 16 * 1024**2
 
 
@@ -47,6 +49,18 @@ class CheckpointConfig:
             raise UserError(f"checkpoint.keep={self.keep}; at least the newest must stay")
         if self.keep_every < 0:
             raise UserError(f"checkpoint.keep_every={self.keep_every}; 0 keeps no milestones")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Dotted config keys. allowed: those that the person lets differ from the checkpoint's (`allow=[…]`). possible: those
+    that can be allowed at all."""
+
+    allowed: frozenset[str] = frozenset()
+    possible: frozenset[str] = frozenset()
+
+
+NO_CHANGES = Changes()
 
 
 def saved_checkpoints(folder: Path) -> dict[int, Path]:
@@ -223,28 +237,50 @@ def _reason(error: BaseException, folder: Path) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def choose_checkpoint(folder: Path, resume: str, identity: dict[str, Any]) -> Path | None:
+def choose_checkpoint(
+    folder: Path, resume: str, identity: dict[str, Any], changes: Changes = NO_CHANGES, total_steps: int | None = None
+) -> Path | None:
     """The checkpoint to go on from, every byte of it verified, or None to start anew.
 
     resume: `auto`, `never`, or a checkpoint's path. `auto` takes the newest whole one and warns of broken ones that it
-    passes over. Raises UserError when the named one, or every one, is broken, and when it is of a run that would have
-    trained other weights, naming what differs.
+    passes over. changes: what of the identity may differ; what does is logged. total_steps: of the run as it is now.
+    Raises UserError when the named one, or every one, is broken, when it is of a run that would have trained other
+    weights, naming what differs and how to allow it, and when it is of more steps than the run has.
     """
     if resume == "never":
         return None
     path, found = _newest_whole(folder) if resume == "auto" else _named(Path(resume), folder)
     if path is None:
         return None
-    saved = found.identity
-    differing = sorted(key for key in {*saved, *identity} if saved.get(key) != identity.get(key))
-    if differing:
-        lines = [f"{key}: {saved.get(key)} there, {identity.get(key)} now" for key in differing[:12]]
+    _compare(path, found.identity, identity, changes)
+    if total_steps is not None and found.step > total_steps:
         raise UserError(
-            "the checkpoint is of another run:\n    " + "\n    ".join(lines),
+            f"the checkpoint is of {found.step} steps, and the run has {total_steps} now",
             where=str(path),
-            fix="give the same values, choose another run_dir, or start anew with resume=never",
+            fix="raise max_steps or epochs, or name an earlier checkpoint with resume=<run_dir>/checkpoints/step_<n>",
         )
     return path
+
+
+def _compare(path: Path, saved: dict[str, Any], identity: dict[str, Any], changes: Changes) -> None:
+    differing = sorted(
+        key for key in {*saved, *identity} if saved.get(key) != identity.get(key) and key not in _ONLY_TOLD
+    )
+    told = {key: f"{key}: {saved.get(key)} there, {identity.get(key)} now" for key in differing}
+    refused = [key for key in differing if key not in changes.allowed]
+    if not refused:
+        for key in differing:
+            log.warning("going on from %s with another value, as allowed: %s", path.name, told[key])
+        return
+    same = "give the same values, choose another run_dir, or start anew with resume=never"
+    fixed = [key for key in refused if key not in changes.possible]
+    refused.sort(key=lambda key: key not in fixed)  # what cannot be allowed is said first
+    allow = ",".join(sorted(changes.allowed | set(refused)))
+    raise UserError(
+        "the checkpoint is of another run:\n    " + "\n    ".join(told[key] for key in refused[:12]),
+        where=str(path),
+        fix=same if fixed else f"to go on from it with the new values, add 'allow=[{allow}]'; or {same}",
+    )
 
 
 def _newest_whole(folder: Path) -> tuple[Path, Seal] | tuple[None, None]:
@@ -283,15 +319,16 @@ def _named(path: Path, folder: Path) -> tuple[Path, Seal]:
         ) from error
 
 
-def agree_on_checkpoint(folder: Path, resume: str, identity: dict[str, Any], world: World) -> Path | None:
-    """`choose_checkpoint` by rank 0, for all ranks: each then makes sure that it sees the very same checkpoint.
+def agree_on_checkpoint(folder: Path, resume: str, identity: dict[str, Any], world: World, *but: Any) -> Path | None:
+    """`choose_checkpoint` by rank 0 (but: its last arguments), for all ranks: each then makes sure that it sees the very
+    same checkpoint.
 
     Raises UserError on every rank when rank 0 refuses, or when some rank sees another one.
     """
     chosen, refusal, told = None, None, [0, 0, 0]
     if world.rank == 0:
         try:
-            chosen = choose_checkpoint(folder, resume, identity)
+            chosen = choose_checkpoint(folder, resume, identity, *but)
             told = [1, 0, 0] if chosen is None else [1, *_fingerprint(chosen)]
         except UserError as error:
             refusal = error
@@ -339,6 +376,21 @@ def load_checkpoint(path: Path, strategy: Strategy) -> int:
     return step
 
 
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The drafter's tensors, whatever they are, in one process without a process group."""
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    names = {name.removeprefix("model."): found for name, found in stored.items() if name.startswith("model.")}
+    state = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in names.items()}
+    _load_alone({"model": state}, path)
+    return state
+
+
 def load_weights(path: Path, drafter: torch.nn.Module) -> None:
     """Only the weights, into one process without a process group."""
-    dcp.load({"model": drafter.state_dict()}, checkpoint_id=path, no_dist=True)
+    _load_alone({"model": drafter.state_dict()}, path)
+
+
+def _load_alone(state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads it: as meant
+        dcp.load(state, checkpoint_id=path, no_dist=True)

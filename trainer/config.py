@@ -50,6 +50,7 @@ class RunConfig:
     max_steps: int = 0  # 0: all steps of all epochs
     global_batch: int = 8  # packs in one optimizer step, over all ranks
     resume: str = "auto"  # auto: from the newest whole checkpoint of run_dir; never; or a checkpoint's path
+    allow: list[str] = field(default_factory=list)  # keys that may differ from the checkpoint's, such as optim.lr
     target: TargetConfig = MISSING
     data: DataConfig = MISSING
     drafter: Any = MISSING
@@ -173,7 +174,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         refused = next((o.partition("=")[0] for o in overrides if o.partition("=")[0] == error.full_key), None)
-        fix = _nearest(refused, _all_keys(name)) if refused else None
+        fix = _nearest(refused, all_keys(name)) if refused else None
         raise UserError(_first_line(error), where=str(path), fix=fix) from error
 
 
@@ -228,10 +229,10 @@ def _suggest(error: Exception, name: str) -> str | None:
     text = f"{error} {error.__cause__ or ''}"
     if match := re.search(r"Could not override '([\w.]+)'", text):
         chosen = next((n for n, d in DRAFTERS.items() if f"'{d.Config.__name__}'" in text), None)
-        if chosen and match[1] not in (keys := _all_keys(chosen)) and match[1] in _all_keys():
-            others = [n for n in DRAFTERS if match[1] in _all_keys(n)]
+        if chosen and match[1] not in (keys := all_keys(chosen)) and match[1] in all_keys():
+            others = [n for n in DRAFTERS if match[1] in all_keys(n)]
             return f"{match[1]} belongs to drafter={' and drafter='.join(others)}; {_nearest(match[1], keys)}"
-        return _nearest(match[1], _all_keys(chosen))
+        return _nearest(match[1], all_keys(chosen))
     if match := re.search(r"(?:Could not find|Cannot find|load) '(\w+)/(\w+)'", text):
         group = Path(conf.__path__[0]) / match[1]
         options = sorted(p.stem for p in group.glob("*.yaml")) if group.is_dir() else []
@@ -239,11 +240,11 @@ def _suggest(error: Exception, name: str) -> str | None:
     if match := re.search(r"Could not override '(\w+)'.*No match in the defaults list", text, re.DOTALL):
         return _nearest(match[1], list(_SCHEMAS))
     if match := re.search(r"Key '(\w+)' (?:is )?not in", text):
-        return _nearest(match[1], _all_keys())
+        return _nearest(match[1], all_keys())
     return None
 
 
-def _all_keys(drafter: str | None = None) -> list[str]:
+def all_keys(drafter: str | None = None) -> list[str]:
     """Every key of a run, dotted; those of one drafter, or of all."""
     keys: list[str] = []
 
@@ -286,7 +287,7 @@ def _refuse_unknown(node: DictConfig, schema: Any, prefix: str = "") -> None:
     known = {f.name for f in fields(schema)}
     for key in node:
         if key not in known:
-            options = _all_keys()
+            options = all_keys()
             raise UserError(f"unknown key {prefix}{key}", fix=_nearest(f"{prefix}{key}", options))
         value = None if OmegaConf.is_missing(node, key) else node._get_node(key)
         if isinstance(value, DictConfig) and not value._is_none():

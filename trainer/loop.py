@@ -13,7 +13,7 @@ from data_pipelines.logs import fields
 from data_pipelines.stream.consumer import GaveUp, Prefetcher
 
 from .batch import Batch
-from .checkpoint import Checkpointer
+from .checkpoint import Checkpointer, newest_step
 from .metrics import summarise
 from .optim import learning_rate
 from .parallel import Strategy, World
@@ -78,12 +78,7 @@ class Trainer:
             norm = self.strategy.step(rate)
             if not math.isfinite(norm):
                 self.checkpointer.close()  # every rank is here: what is being written is not lost
-                packs_per_step = self.setup.config.global_batch
-                raise UserError(
-                    f"step {step}: the gradient is not finite",
-                    where=f"packs {step * packs_per_step}…{(step + 1) * packs_per_step - 1} of the plan",
-                    fix="lower optim.lr; nothing of this step was applied, and the last checkpoint is whole",
-                )
+                raise self._diverged(step)
             seconds = time.monotonic() - began
             self._log(step, sums, batches, taken, norm, rate, seconds, packs.wait_seconds - waited)
             self.checkpointer.check()
@@ -92,6 +87,19 @@ class Trainer:
             if stopping and step + 1 < total:
                 return False
         return True
+
+    def _diverged(self, step: int) -> UserError:
+        """Nothing of this step was applied."""
+        packs, rate = self.setup.config.global_batch, self.setup.config.optim.lr
+        saved = newest_step(self.setup.run_dir)
+        lower = f"lower optim.lr: the same command with optim.lr={rate / 2:g}"
+        again = f"{lower} 'allow=[optim.lr]' goes on from step {saved}" if saved else f"{lower} begins anew"
+        earlier = ", or from an earlier checkpoint with resume=<run_dir>/checkpoints/step_<n>" if saved else ""
+        return UserError(
+            f"step {step}: the gradient is not finite",
+            where=f"packs {step * packs}…{(step + 1) * packs - 1} of the plan",
+            fix=f"{again}{earlier}; {'' if saved else 'no checkpoint was written yet, and '}nothing of this step was applied",
+        )
 
     def _take(self, packs: Prefetcher | SharedPacks) -> tuple[list[Batch], list[int]]:
         """Raises GaveUp when it was asked to stop and no pack comes."""

@@ -47,7 +47,8 @@ class Progress:
         """row: as it stands in metrics.jsonl. The rest is of this rank alone."""
         self._recent.append((seconds, waited, tokens))
         self._rows.append(_short(row))
-        self.step, self.loss = row["step"] + 1, row["loss"]
+        self.step = row["step"] + 1
+        self.loss = float("nan") if row["loss"] is None else row["loss"]  # Prometheus has no other word for none
 
     @property
     def wait_fraction(self) -> float:
@@ -137,7 +138,7 @@ class Reporter:
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
     """What the status page draws. JSON has no word for what is not finite."""
-    return {key: row[key] if math.isfinite(row[key]) else None for key in _ROW}
+    return {key: row[key] if row[key] is not None and math.isfinite(row[key]) else None for key in _ROW}
 
 
 class RankMetrics(Collector):

@@ -60,7 +60,9 @@ def train(config: RunConfig, world: World) -> bool:
     strategy = parallelize(setup.build_drafter(frozen), config.parallel, config.optim, world)
     context = ContextGroup.of(world, config.parallel)
     checkpoints = setup.run_dir / "checkpoints"
-    resume_from = agree_on_checkpoint(checkpoints, config.resume, setup.identity, world)
+    resume_from = agree_on_checkpoint(
+        checkpoints, config.resume, setup.identity, world, setup.changes, setup.total_steps
+    )
     start = load_checkpoint(resume_from, strategy) if resume_from else 0
     if first:
         if config.resume == "never":

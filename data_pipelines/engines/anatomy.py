@@ -129,7 +129,8 @@ class Recorder:
     def taps(self) -> torch.Tensor:
         if not self._taps:
             return self.final.new_empty(*self.final.shape[:2], 0, self.final.shape[-1])
-        return torch.stack([self._states[k] for k in self._taps], dim=2)
+        device = self.final.device  # layers may lie on several
+        return torch.stack([self._states[k].to(device) for k in self._taps], dim=2)
 
     @property
     def final(self) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib.util
+import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,14 +100,15 @@ class Target:
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(self.path)
 
-    def load_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        """The whole target, frozen, in eval mode, on the GPU if there is one."""
+    def load_model(self, dtype: torch.dtype, device_map: dict[str, str] | None = None) -> PreTrainedModel:
+        """The whole target, frozen, in eval mode, on the GPU if there is one. device_map: where each module goes instead."""
         # transformers' other attentions leave a soft-cap of the scores out without a word (Gemma 2).
         attention = "eager" if getattr(self.config, "attn_logit_softcapping", None) else None
-        model, info = self._load(copy.deepcopy(self.whole_config), dtype, attn_implementation=attention)
+        options = {"attn_implementation": attention, "device_map": device_map}
+        model, info = self._load(copy.deepcopy(self.whole_config), dtype, **options)
         parts = anatomy(model)
         self._refuse_unread(model, info, (parts.decoder, parts.embedding, parts.head))
-        return model.to("cuda" if torch.cuda.is_available() else "cpu")
+        return model if device_map else model.to("cuda" if torch.cuda.is_available() else "cpu")
 
     def load_tail(self, dtype: torch.dtype) -> PreTrainedModel:
         """The target without its decoder layers: embedding, final norm and head, in modules of the family's own.
@@ -184,11 +186,15 @@ def without_layers(config):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint that hold weights, sorted: safetensors, or what transformers takes without them."""
-    safe = sorted(folder.glob("*.safetensors"))
-    return safe or sorted(
-        p for pattern in ("*.bin", "*.gguf") for p in folder.glob(pattern) if p.name != "training_args.bin"
-    )
+    """The files that transformers loads: named by an index, or the single one, safetensors first."""
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        index, single = folder / f"{stem}.{suffix}.index.json", folder / f"{stem}.{suffix}"
+        if index.exists():
+            named = json.loads(index.read_text())["weight_map"].values()
+            return [path for name in sorted(set(named)) if (path := folder / name).exists()]
+        if single.exists():
+            return [single]
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
 
 
 def resolve_dtype(name: str) -> torch.dtype:

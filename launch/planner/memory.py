@@ -22,7 +22,7 @@ from trainer.losses import CHUNK_ELEMENTS
 
 from .assumptions import Assumption
 from .hardware import Hardware
-from .shapes import TargetShape
+from .shapes import TargetShape, layer_key
 from .work import Work
 
 PROCESS = Assumption(
@@ -209,8 +209,9 @@ def _activations(
     if getattr(drafter.config, "form", "") == "chained" or getattr(drafter.config, "attention", "") == "own_step":
         return (drafter.depth * work.tokens * state, first) if recompute else (drafter.depth * first, 0.0)
     shape = getattr(drafter, "layer_config", None) or drafter.target_config
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    last = shape.num_hidden_layers - 1
+    heads = layer_key(shape, "num_key_value_heads", last) or shape.num_attention_heads
+    size = layer_key(shape, "head_dim", last) or shape.hidden_size // shape.num_attention_heads
     made = drafter.attending * 2 * heads * size * state / shape.hidden_size  # keys and values of a row
     # Each step keeps the keys and values of the steps before it, cut to its own rows.
     diagonals = made * sum(max(0, k - 1) * r for k, r in enumerate(work.rows))

@@ -90,16 +90,25 @@ def routed_share(config) -> float:
 def attention_shapes(config) -> tuple[AttentionShape, ...]:
     """One per decoder layer that attends over tokens. (Linear attention has no scores.)"""
     heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key = getattr(config, "qk_head_dim", None) or size
-    value = getattr(config, "v_head_dim", None) or size
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) or 0
-    return tuple(
-        AttentionShape(heads, key, value, window if kind == "sliding_attention" else 0)
-        for kind in kinds
-        if kind != "linear_attention"
-    )
+    shapes = []
+    for i, kind in enumerate(kinds):
+        if kind == "linear_attention":
+            continue
+        size = layer_key(config, "head_dim", i) or config.hidden_size // heads
+        key = getattr(config, "qk_head_dim", None) or size
+        value = getattr(config, "v_head_dim", None) or size
+        shapes.append(AttentionShape(heads, key, value, window if kind == "sliding_attention" else 0))
+    return tuple(shapes)
+
+
+def layer_key(config, key: str, layer: int) -> int | None:
+    """A key of one layer; transformers refuses to give one in which layers differ (Gemma 4) for the whole."""
+    try:
+        return getattr(config, key, None)
+    except RuntimeError:
+        return getattr(config.per_layer_config[layer], key, None)
 
 
 def target_shape(target: TargetConfig) -> TargetShape:

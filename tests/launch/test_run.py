@@ -41,11 +41,12 @@ def test_the_summary_has_every_promised_key(finished: tuple[Path, subprocess.Com
     summary = read_summary(run_dir)
     assert set(summary) == {
         "recipe", "target", "drafter", "world_size", "producers", "steps", "packs", "tokens", "seconds",
-        "tokens_per_second", "wait_fraction", "loss", "weights_sha256", "acceptance", "lossless", "export",
+        "tokens_per_second", "wait_fraction", "loss", "trained_share", "weights_sha256", "acceptance", "not_judged",
+        "lossless", "export",
     }  # fmt: skip
     assert (summary["recipe"], summary["drafter"], summary["target"]) == ("ci_eagle3", "eagle3", "draftsmith/tiny")
     assert (summary["world_size"], summary["producers"], summary["steps"], summary["packs"]) == (2, 2, 12, 48)
-    assert summary["lossless"] is True
+    assert summary["lossless"] is True and summary["not_judged"] is None
     assert 0 <= summary["wait_fraction"] < 1
     assert summary["loss"]["last"] < summary["loss"]["first"]
     for when in ("before", "after"):

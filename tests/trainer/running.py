@@ -9,9 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
+
+import trainer.train
+from trainer.config import load_config
+from trainer.parallel import process_group
 
 ROOT = Path(__file__).parents[2]
 RECIPE = [
@@ -42,6 +49,19 @@ def train(run_dir: Path, *overrides: str, status: int = 0, **options) -> str:
     said, _ = process.communicate(timeout=400)
     assert process.returncode == status, said
     return said
+
+
+def train_here(run_dir: Path, *overrides: str) -> None:
+    """The same as one rank in this process: raises what the trainer raises."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    threads = torch.get_num_threads()
+    try:
+        with process_group(60) as world:
+            trainer.train.train(load_config("ci_eagle3", [*RECIPE, f"run_dir={run_dir}", *overrides]), world)
+    finally:
+        torch.set_num_threads(threads)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def result(run_dir: Path) -> dict:

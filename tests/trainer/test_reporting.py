@@ -18,7 +18,7 @@ from trainer.parallel import World
 from trainer.reporting import Progress, RankMetrics, Reporter, serve_metrics
 
 
-def row(step: int, loss: float = 2.0) -> dict:
+def row(step: int, loss: float | None = 2.0) -> dict:
     return {
         "step": step, "loss": loss, "expected_length": 1.5, "wait_seconds": 0.25, "seconds": 1.0, "tokens": 100, "lr": 1.0,
     }  # fmt: skip
@@ -49,7 +49,7 @@ def test_the_status_shows_the_ranks_and_the_curve_also_after_the_ledger_was_rest
         wait_until(lambda: [point["step"] for point in ledger.status()["curve"]] == [0, 1, 2, 3], 20)
         assert ledger.status()["curve"][3]["loss"] is None
         ledger.stop()
-        step(progress, tmp_path, 4)
+        step(progress, tmp_path, 4, loss=None)  # nothing was trained
         time.sleep(1.5)  # a report is lost
         ledger = LedgerThread(tmp_path, port=ledger.port)
         wait_until(lambda: [point["step"] for point in ledger.status()["curve"]] == [0, 1, 2, 3, 4], 20)
@@ -92,6 +92,9 @@ def test_prometheus_can_ask_a_rank(tmp_path):
         "process_resident_memory_bytes ",
     ):
         assert line in text, text
+    step(progress, tmp_path, 2, loss=None)  # nothing was trained
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+    assert 'draftsmith_rank_loss{rank="1"} NaN' in text
     with pytest.raises(UserError, match="cannot be served"):
         serve_metrics(RankMetrics(progress, counts, 1), "127.0.0.1", port)
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data_pipelines.conversations.rendering import stop_ids
 from data_pipelines.conversations.rows import read_rows
 from data_pipelines.engines import resolve_target
@@ -21,6 +19,7 @@ from ..target import FrozenTarget
 from .calibration import LEAST_IN_A_BIN, Rounds, describe, fit_temperatures
 from .chain import context_limit
 from .evaluate import Prompt, decode_speculatively, render_prompts
+from .placement import load, place
 from .run import write_json
 
 KEY = "confidence_temperatures"
@@ -47,9 +46,10 @@ def calibrate_run(config: RunConfig, run_dir: Path) -> dict[str, Any]:
             where=str(export),
             fix="train drafter=dspark with a drafter.confidence_weight above 0",
         )
-    model, tokenizer = target.load_model(torch.float32), target.load_tokenizer()
+    placement = place(target, config.evaluate)
+    model, tokenizer = load(target, placement), target.load_tokenizer()
     frozen = FrozenTarget(model)
-    drafter.to(next(model.parameters()).device)
+    drafter.to(next(model.parameters()).device, placement.dtype)
     rows = list(read_rows(config.evaluate.prompts, config.evaluate.max_prompts, config.seed))
     prompts, _ = render_prompts(rows, tokenizer, context_limit(model))
     eos_ids = stop_ids(tokenizer, model.generation_config)

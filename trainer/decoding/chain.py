@@ -21,7 +21,8 @@ from data_pipelines.errors import UserError
 
 from ..drafters.base import Committed, Drafter
 from ..target import FrozenTarget
-from .target_cache import CachedTarget, TargetStep
+from .judges import cached_target
+from .target_cache import TargetStep
 
 
 @dataclass
@@ -76,7 +77,7 @@ def decode_chain(
 
     prompts: token ids, not empty, at most max_context each (default: the model's `max_position_embeddings`); a text
     never outgrows max_context, and no slot of a block is fed at a position past it.
-    Raises UserError on an impossible prompt or a target whose cache cannot take tokens back.
+    Raises UserError on an impossible prompt, and NotJudged for a target that no judge can decode.
     """
     if draft_tokens < 1:
         raise UserError(f"draft_tokens is {draft_tokens}", fix="draft at least 1 token a round")
@@ -111,8 +112,10 @@ class _Decoding:
         self.starts: list[list[int]] = [[] for _ in prompts]  # of each round: how much text there was before it
         self.unfinished = [i for i, limit in enumerate(self.limits) if limit > 0]
         layers = text_config(model.config).num_hidden_layers
-        self.target = CachedTarget(model, drafter.contract(drafter.config, layers).taps if drafter else None)
+        self.target = cached_target(model, drafter.contract(drafter.config, layers).taps if drafter else None)
         self.draft_state = drafter.new_state(len(prompts)) if drafter else None
+        if drafter and len(self.unfinished) < len(prompts):
+            self.draft_state.select(torch.tensor(self.unfinished))
 
     def _room(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         if not len(prompt) or (self.max_context and len(prompt) > self.max_context):
@@ -155,8 +158,8 @@ class _Decoding:
         bonus = torch.tensor([[self.decoded[i].tokens[-1]] for i in sequences], device=self.device)
         block = bonus
         if self.drafter:
-            drafts = self.drafter.propose(self.draft_state, rows, self.frozen, self.k)  # [B, k]
-            block = torch.cat([bonus, drafts[torch.tensor(sequences, device=drafts.device)].to(bonus)], dim=1)
+            drafts = self.drafter.propose(self.draft_state, rows, self.frozen, self.k)  # [b, k]
+            block = torch.cat([bonus, drafts.to(bonus)], dim=1)
         lengths = torch.tensor([len(self.prompts[i]) + len(self.decoded[i].tokens) for i in sequences])
         positions = (lengths[:, None] - 1 + torch.arange(self.k + 1)).to(self.device)
         if self.max_context:  # Slots past the end of the context are never judged; their position has to exist, though.
@@ -166,10 +169,10 @@ class _Decoding:
         accepted = (block[:, 1:] == choices[:, :-1]).int().cumprod(dim=1).sum(dim=1)
         foreseen = getattr(self.draft_state, "confidence", None)
         foreseen = None if foreseen is None else foreseen.tolist()
-        for i in sequences:
+        for row, i in enumerate(sequences):
             self.starts[i].append(len(self.decoded[i].tokens))
             if foreseen:
-                self.decoded[i].confidence.append(foreseen[i])
+                self.decoded[i].confidence.append(foreseen[row])
         alive = self._extend(choices.tolist(), margins, accepted.tolist())
         for row, i in enumerate(sequences):
             self.decoded[i].accepted.append(min(int(accepted[row]), len(self.decoded[i].tokens) - self.starts[i][-1]))
@@ -206,22 +209,11 @@ class _Decoding:
     ) -> Committed | None:
         """Drops what was rejected and who has finished; returns the rows that were committed, for the drafter."""
         sequences = torch.tensor(alive, dtype=torch.long, device=self.device)
-        self.target.keep(valid, sequences)
+        step = self.target.keep(step, valid, sequences)
         self.unfinished = [self.unfinished[row] for row in alive]
         if not (self.drafter and alive):
             return None
-        batch = torch.tensor(self.unfinished, device=self.device)
-
-        def spread(values: Tensor) -> Tensor:
-            """[b, …] → [B, …]: the drafter's state has a place for every prompt of the batch."""
-            out = values.new_zeros(len(self.prompts), *values.shape[1:])
-            out[batch] = values[sequences]
-            return out
-
-        return Committed(
-            taps=spread(step.taps),
-            final=spread(step.final),
-            next_tokens=spread(next_tokens),
-            positions=spread(positions),
-            valid=spread(valid),
-        )
+        if len(alive) < len(valid):
+            self.draft_state.select(sequences)
+        rows = (step.taps, step.final, next_tokens, positions, valid)
+        return Committed(*(values[sequences] for values in rows))

@@ -19,6 +19,7 @@ from ..drafters.base import Drafter
 from ..target import FrozenTarget
 from .chain import Decoded, context_limit, decode_chain, decode_plain
 from .config import EvaluateConfig
+from .judges import BATCHED, find_way
 from .statistics import acceptance, first_difference
 
 
@@ -55,8 +56,11 @@ def evaluate(
 
     Returns a JSON-serialisable dict: `overall` and `domains` (of each: see `statistics.acceptance`), `lossless` (every
     text token-identical to plain decoding), `mismatches`, `skipped` (prompts that could not be decoded, with the
-    reason), `seconds` and `speedup` (wall clock, plain over speculative, batched alike) and the settings.
+    reason), `seconds` and `speedup` (wall clock, plain over speculative, batched alike; None for a target whose state is
+    replayed, since that time is the judge's own), `dtype`, `way` (how the target was decoded, see `judges.WAYS`) and the
+    settings. Raises NotJudged for a target that no judge can decode.
     """
+    way = find_way(model)
     prompts, skipped = render_prompts(rows, tokenizer, context_limit(model))
     eos_ids = stop_ids(tokenizer, model.generation_config)
     if reference is None:
@@ -72,6 +76,8 @@ def evaluate(
         domains.setdefault(prompt.domain, []).append(text)
     return {
         "method": "greedy chain",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "way": way,
         **{key: getattr(cfg, key) for key in ("prompts", "draft_tokens", "max_new_tokens", "batch_size")},
         "overall": acceptance(texts, cfg.draft_tokens),
         "domains": {name: acceptance(domains[name], cfg.draft_tokens) for name in sorted(domains)},
@@ -79,7 +85,7 @@ def evaluate(
         "mismatches": mismatches,
         "skipped": skipped,
         "seconds": {"plain": reference.seconds, "speculative": seconds},
-        "speedup": reference.seconds / seconds if seconds else None,
+        "speedup": reference.seconds / seconds if seconds and way == BATCHED else None,
     }
 
 

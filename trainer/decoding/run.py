@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from data_pipelines.conversations.rendering import stop_ids
@@ -25,31 +25,52 @@ from ..target import FrozenTarget
 from .chain import Decoded, context_limit
 from .config import EvaluateConfig
 from .evaluate import Prompt, Reference, decode_reference, evaluate, render_prompts
+from .judges import find_way
+from .placement import load, place
 
 
 def evaluate_run(config: RunConfig, run_dir: Path, when: str, name: str = "") -> dict[str, Any]:
     """Judge the untrained drafter (when="before") or the exported one (when="after") on config.evaluate's prompts.
 
-    Everything is computed in float32, whatever was trained in: bfloat16 flips near ties, and a text would then differ
-    from plain decoding for no fault of the drafter's. Writes `evaluation/<when>.json` and returns it (see
-    `evaluate.evaluate`). Plain decoding is kept in `evaluation/reference.json` for the next time.
+    Everything is computed in float32 where that fits (see `placement`), whatever was trained in: bfloat16 flips near ties,
+    and a text would then differ from plain decoding for no fault of the drafter's. Writes `evaluation/<when>.json` and
+    returns it (see `evaluate.evaluate`). Plain decoding is kept in `evaluation/reference.json` for the next time.
+    Raises NotJudged if this machine cannot hold the target, or no judge can decode it.
     """
     if when not in ("before", "after"):
         raise UserError(f"when={when} is neither before nor after")
     folder = Path(run_dir) / "evaluation"
     target = resolve_target(config.target)
-    model, tokenizer = target.load_model(torch.float32), target.load_tokenizer()
-    frozen = FrozenTarget(model)
-    drafter = _drafter(config, Path(run_dir), target, frozen, when).to(next(model.parameters()).device).eval()
-    rows = list(read_rows(config.evaluate.prompts, config.evaluate.max_prompts, config.seed))
-    prompts, _ = render_prompts(rows, tokenizer, context_limit(model))
-    eos_ids = stop_ids(tokenizer, model.generation_config)
-    reference = _kept_reference(
-        folder / f"{name and name + '-'}reference.json", model, target, prompts, config.evaluate, eos_ids
-    )
-    result = {"when": when, **evaluate(model, tokenizer, drafter, frozen, rows, config.evaluate, reference)}
+
+    def drafter(frozen: FrozenTarget) -> Drafter:
+        return _drafter(config, Path(run_dir), target, frozen, when)
+
+    kept = folder / f"{name and name + '-'}reference.json"
+    result = {"when": when, **judge_drafter(target, drafter, config.evaluate, config.seed, kept)}
     write_json(folder / f"{name or when}.json", result)
     return result
+
+
+def judge_drafter(
+    target: Target,
+    build: Callable[[FrozenTarget], Drafter],
+    cfg: EvaluateConfig,
+    seed: int,
+    kept: Path | None = None,
+) -> dict[str, Any]:
+    """What `evaluate.evaluate` finds of the drafter that `build` gives, on cfg's prompts. kept: the file of plain decoding,
+    read if it is of the same, else written; None: it is decoded and not kept."""
+    placement = place(target, cfg)
+    model, tokenizer = load(target, placement), target.load_tokenizer()
+    frozen = FrozenTarget(model)
+    drafter = build(frozen).eval().to(next(model.parameters()).device, placement.dtype)
+    rows = list(read_rows(cfg.prompts, cfg.max_prompts, seed))
+    reference = None
+    if kept is not None:
+        prompts, _ = render_prompts(rows, tokenizer, context_limit(model))
+        eos_ids = stop_ids(tokenizer, model.generation_config)
+        reference = _kept_reference(kept, model, target, prompts, cfg, eos_ids)
+    return evaluate(model, tokenizer, drafter, frozen, rows, cfg, reference)
 
 
 def _drafter(config: RunConfig, run_dir: Path, target: Target, frozen: FrozenTarget, when: str) -> Drafter:
@@ -63,7 +84,8 @@ def _kept_reference(
 ) -> Reference:
     """Plain decoding of these prompts, from `path` if that is whole and of the same target, prompts and limits."""
     tokens = [prompt.tokens for prompt in prompts]
-    what = [target.fingerprint, tokens, cfg.max_new_tokens, cfg.batch_size, eos_ids]
+    arithmetic = [str(model.dtype), find_way(model)]
+    what = [target.fingerprint, tokens, cfg.max_new_tokens, cfg.batch_size, eos_ids, arithmetic]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
     try:
         kept = json.loads(path.read_text())

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
-from data_pipelines.engines.anatomy import tap_hidden_states, text_config
-from data_pipelines.errors import UserError
+from data_pipelines.engines.anatomy import tap_hidden_states
+
+from ..drafters.attention import gather_slots, rightmost
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +24,15 @@ class TargetStep:
     taps: Tensor | None
     final: Tensor | None
 
+    def to(self, device: torch.device) -> TargetStep:
+        """The layers of a large target lie on several."""
+        parts = (self.logits, self.taps, self.final)
+        return TargetStep(*(None if part is None else part.to(device) for part in parts))
+
 
 class CachedTarget:
-    """The target and its KV cache. Every sequence has a boolean mask over the slots of the cache, so that padding and
-    rejected drafts are never attended to, and positions are always explicit.
+    """A target that keeps nothing but keys and values of each token, and its cache. Every sequence has a boolean mask over
+    the slots of the cache, so that padding and rejected drafts are never attended to, and positions are always explicit.
 
     `keep` moves the slots that stay to the right end. Slots are then in the order of positions without holes, which
     makes a sliding window, counted in slots by transformers, a window of positions.
@@ -35,9 +40,6 @@ class CachedTarget:
 
     def __init__(self, model: nn.Module, taps: tuple[int, ...] | None):
         self.model, self.tap_ids = model, taps
-        kinds = set(getattr(text_config(model.config), "layer_types", None) or ())
-        if stateful := sorted(kind for kind in kinds if not kind.endswith("_attention") or kind.startswith("linear")):
-            raise self._refusal(", ".join(stateful))
         # Without a config every layer keeps everything; a sliding one would forget slots that a rejection brings back.
         self.cache = DynamicCache()
         self.slots: Tensor | None = None  # bool [b, S]: what may be attended to
@@ -54,32 +56,24 @@ class CachedTarget:
             "logits_to_keep": 1 if only_last else 0,
         }
         if self.tap_ids is None:
-            return TargetStep(self.model(**arguments).logits, None, None)
+            return TargetStep(self.model(**arguments).logits, None, None).to(tokens.device)
         with tap_hidden_states(self.model, self.tap_ids) as recorder:
             logits = self.model(**arguments).logits
-        return TargetStep(logits, recorder.taps, recorder.final)
+        return TargetStep(logits, recorder.taps, recorder.final).to(tokens.device)
 
-    def keep(self, valid: Tensor, sequences: Tensor) -> None:
-        """Of the last T slots only those that are True in `valid` [b, T] stay; of the batch only `sequences` [b']."""
+    def keep(self, step: TargetStep, valid: Tensor, sequences: Tensor) -> TargetStep:
+        """Of the last T slots only those that are True in `valid` [b, T] stay; of the batch only `sequences` [b'].
+
+        Returns the step that was given, whose features are those of the slots that stay.
+        """
         earlier = self.slots.shape[1] - valid.shape[1]
         slots = torch.cat([self.slots[:, :earlier], valid], dim=1)[sequences]
         if torch.equal(slots, self.slots):
-            return
-        width = int(slots.sum(dim=1).max()) if len(sequences) else 0
-        # A stable sort of the mask puts the holes first and leaves what stays in its order.
-        order = slots.int().argsort(dim=1, stable=True)[:, slots.shape[1] - width :]
+            return step
+        order = rightmost(slots)
         self.slots = slots.gather(1, order)
         for layer in self.cache.layers:
-            if type(layer) is not DynamicLayer:
-                raise self._refusal(type(layer).__name__)
-            index = order[:, None, :, None]
             for name in ("keys", "values"):  # [b, heads, S, head size]
-                states = getattr(layer, name)[sequences]
-                setattr(layer, name, states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3])))
-
-    def _refusal(self, what: str) -> UserError:
-        return UserError(
-            f"speculative decoding cannot take tokens back from a cache layer of type {what}",
-            where=type(self.model).__name__,
-            fix="judge this target with an engine that supports it",
-        )
+                states = getattr(layer, name)
+                setattr(layer, name, gather_slots(states[sequences.to(states.device)], order))
+        return step

@@ -84,18 +84,39 @@ class RolloutAttention:
         )
 
 
+def rightmost(valid: torch.Tensor) -> torch.Tensor:
+    """valid: bool [B, S] → int64 [B, S'], which slots to take so that each sequence's valid ones lie at the right end, in
+    their order. S': the most that a sequence has."""
+    width = int(valid.sum(dim=1).max()) if valid.numel() else 0
+    # A stable sort of the mask puts the holes first and leaves what stays in its order.
+    return valid.int().argsort(dim=1, stable=True)[:, valid.shape[1] - width :]
+
+
+def gather_slots(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """states [B, heads, S, d], order int64 [B, S'] → [B, heads, S', d]."""
+    index = order.to(states.device)[:, None, :, None]
+    return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+
+
 class CachedAttention:
     """Decoding, B sequences at once: a growing cache of slots, of which each sequence uses some.
 
-    A query sees every valid slot before its own call and, among the slots of its call, those up to itself.
+    A query sees every valid slot before its own call and, among the slots of its call, those up to itself; with a window, the
+    last so many of them. (A sequence's valid slots are its positions in order: its window is counted in them.)
+    `drop_drafts` ends a round: as many slots stay as the longest sequence has valid ones.
     """
 
-    def __init__(self, batch_size: int):
+    def __init__(self, batch_size: int, window: int | None = None):
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
+        self._window = window
         self._valid = torch.zeros(batch_size, 0, dtype=torch.bool)
         self._committed = 0
         self._new: torch.Tensor | None = None
+
+    @property
+    def slots(self) -> int:
+        return self._valid.shape[1]
 
     def expect(self, valid: torch.Tensor, *, commit: bool) -> None:
         """Announce the rows of the next call: valid bool [B, N]. commit: they stay; else `drop_drafts` forgets them."""
@@ -106,9 +127,25 @@ class CachedAttention:
         self._committed += slots
 
     def drop_drafts(self) -> None:
-        if self._keys is not None:
-            self._keys, self._values = (x[..., : self._committed, :] for x in (self._keys, self._values))
         self._valid = self._valid[:, : self._committed]
+        if self._keys is None:
+            return
+        self._keys, self._values = (x[..., : self._committed, :] for x in (self._keys, self._values))
+        if not self._valid.all():
+            self._compact()
+
+    def select(self, sequences: torch.Tensor) -> None:
+        """Only these of the batch go on: int64 [B']."""
+        self._valid = self._valid[sequences.to(self._valid.device)]
+        if self._keys is not None:
+            self._keys, self._values = (x[sequences] for x in (self._keys, self._values))
+            self._compact()
+
+    def _compact(self) -> None:
+        order = rightmost(self._valid)
+        self._valid = self._valid.gather(1, order)
+        self._keys, self._values = (gather_slots(x, order) for x in (self._keys, self._values))
+        self._committed = order.shape[1]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
         assert self._new is not None, "expect() announces each call"
@@ -120,5 +157,9 @@ class CachedAttention:
             self._committed = before + n
         index = torch.arange(before + n, device=k.device)
         causal = index[None] <= before + torch.arange(n, device=k.device)[:, None]
-        visible = (causal[None] & self._valid[:, None])[:, None, None]
+        visible = causal[None] & self._valid[:, None]
+        if self._window:
+            rank = self._valid.cumsum(1)
+            visible &= rank[:, before:, None] - rank[:, None] < self._window
+        visible = visible[:, None, None]
         return attend(q, self._keys, self._values, visible, scoring)

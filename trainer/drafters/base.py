@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,18 +16,29 @@ from data_pipelines.errors import UserError
 from ..batch import Batch, round_counts
 from ..losses import Judged, Mixture, Teacher, streamed_loss, summarise_teacher
 from ..target import FrozenTarget
+from .layers import scale_norm
 
 
 @dataclass
 class DrafterConfig:
     """loss: any mixture of the named losses, such as `0.1*ce + 0.9*l1`. draft_vocab_size: D, the most frequent labels;
     0: all of V. keep_unmapped: also train drafts whose teacher argmax lies outside the draft vocabulary.
+
+    init: an export, a run's folder or a hub id of a drafter to begin from: its weights, its draft vocabulary and all keys
+    that say what it is, unless they are given and contradict it. layer: keys of the layers' transformers config that do not
+    follow the target (`shape.LAYER_KEYS`); `init` fills it in.
+
+    training: the keys that say how a drafter is trained; all others say what it is.
     """
+
+    training: ClassVar[frozenset[str]] = frozenset({"loss", "keep_unmapped"})
 
     name: str = ""
     loss: str = "soft_ce"
     draft_vocab_size: int = 0
     keep_unmapped: bool = False
+    init: str = ""
+    layer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Mixture.parse(self.loss)
@@ -240,12 +251,24 @@ class Drafter(nn.Module):
         return []
 
     def start_head(self, frozen: FrozenTarget) -> None:
-        """A trained head, if there is one, begins as the target's rows."""
+        """Fresh logits begin on the target's scale, and a trained head, if there is one, as the target's rows.
+
+        A drafter's logits are the plain product of head and normed state: what a family multiplies its logits with
+        (Granite by 1/8, Cohere by 1/16) has to be in the final norm's gain. AdamW moves a gain by about the learning
+        rate a step, so it must not begin at 1.
+        """
+        for norm in self.final_norms():
+            scale_norm(norm, frozen.readout.scale)
+
+    def final_norms(self) -> list[nn.Module]:
+        """Those that the head reads."""
+        raise NotImplementedError
 
     def warm_start(self, target: Target) -> None:
         """Weights that the target's checkpoint brings along, if this drafter can begin from them."""
 
     def new_state(self, batch_size: int) -> Any:
+        """What `propose` keeps from round to round. Its `select(sequences)` leaves only these of the batch, int64 [B']."""
         raise NotImplementedError
 
     def propose(self, state: Any, rows: Committed, frozen: FrozenTarget, k: int) -> torch.Tensor:

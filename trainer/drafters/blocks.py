@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ..losses import upcast
-from .attention import attend
+from .attention import attend, gather_slots
 
 CHUNK_SCORES = 1 << 25  # attention scores that live at once in training: 128 MiB in fp32
 
@@ -116,3 +116,12 @@ class CachedBlocks:
         self._values = values if self._values is None else torch.cat([self._values, values], -2)
         k, v = torch.cat([self._keys, k], -2), torch.cat([self._values, v], -2)
         return attend(q, k, v, self._seen[:, None, None])
+
+    def take(self, order: torch.Tensor) -> None:
+        """Of the cached positions only these stay, of each sequence: int64 [N, S]."""
+        self._keys, self._values = (gather_slots(x, order) for x in (self._keys, self._values))
+
+    def select(self, sequences: torch.Tensor) -> None:
+        """Only these of the batch go on: int64 [N']."""
+        if self._keys is not None:
+            self._keys, self._values = (x[sequences] for x in (self._keys, self._values))

@@ -24,18 +24,19 @@ from data_pipelines.errors import UserError, check_choice
 from ..batch import Batch
 from ..losses import CHUNK_ELEMENTS, Judged, upcast
 from ..target import FrozenTarget
-from .base import Committed, Contract, Drafter, DrafterConfig, check_taps, default_taps
+from .attention import rightmost
+from .base import Committed, Contract, Drafter, check_taps, default_taps
 from .blocks import CachedBlocks, TrainedBlocks, block_seen, context_seen, draw_anchors
-from .layers import BlockLayer, Rotary, draft_layer_config, init_linears
+from .layers import BlockLayer, Rotary, init_linears
+from .shape import FULL, SLIDING, ShapeConfig, check_layer_types, draft_layer_config, shape_keys, warn_of_engines
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 SLOTS = {"anchor_predicts": 0, "anchor_is_context": 1}  # → the slot of the first draft
 WEIGHTINGS = ("exponential", "dpace")
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class DFlashConfig(DrafterConfig):
+class DFlashConfig(ShapeConfig):
     """taps: the target layers that feed the drafter; empty: [2, L//2, L-3]. block_size: B. slots: `anchor_predicts`
     (all B slots draft) or `anchor_is_context` (the anchor's slot does not: B-1 drafts). mask_token: id of the token in
     slots that hold no real one; -1: one that texts do not use is chosen. anchors: blocks trained per pack, at most.
@@ -46,6 +47,8 @@ class DFlashConfig(DrafterConfig):
     layer_types: of each layer, full_attention or sliding_attention (the last sliding_window positions before the
     anchor); empty: all full. sliding_window_non_causal: a block's slots see each other both ways in sliding layers too.
     """
+
+    training = ShapeConfig.training | {"anchors", "weighting", "gamma", "dpace_alpha"}
 
     name: str = "dflash"
     loss: str = "ce"
@@ -73,13 +76,7 @@ class DFlashConfig(DrafterConfig):
             raise UserError(f"drafter.block_size={self.block_size} leaves no slot that drafts", fix="use at least 2")
         if self.gamma <= 0:
             raise UserError(f"drafter.gamma={self.gamma}; it must be positive")
-        if self.layer_types and (
-            len(self.layer_types) != self.num_layers or not {*self.layer_types} <= {FULL, SLIDING}
-        ):
-            raise UserError(
-                f"drafter.layer_types={self.layer_types}",
-                fix=f"name {FULL} or {SLIDING} for each of the {self.num_layers} layers",
-            )
+        check_layer_types(self.layer_types, self.num_layers)
 
     @property
     def most_drafts(self) -> int:
@@ -128,6 +125,21 @@ class BlockState:
     positions: torch.Tensor
     confidence: torch.Tensor | None = None
 
+    def drop_rejected(self) -> None:
+        """As many slots stay as the longest sequence has real ones."""
+        if not self.valid.all():
+            order = rightmost(self.valid)
+            self.valid, self.positions = self.valid.gather(1, order), self.positions.gather(1, order)
+            for attention in self.attentions:
+                attention.take(order)
+
+    def select(self, sequences: torch.Tensor) -> None:
+        """Only these of the batch go on: int64 [N']."""
+        self.valid, self.positions = (x[sequences.to(x.device)] for x in (self.valid, self.positions))
+        for attention in self.attentions:
+            attention.select(sequences)
+        self.drop_rejected()
+
 
 class DFlash(Drafter):
     Config = DFlashConfig
@@ -145,8 +157,9 @@ class DFlash(Drafter):
         self.layer_types = config.layer_types or [FULL] * config.num_layers
         sliding = SLIDING in self.layer_types
         self.layer_config = shape = draft_layer_config(
-            target_config,
+            config,
             config.num_layers,
+            target_config,
             Qwen3Config,
             layer_types=self.layer_types,
             use_sliding_window=sliding,
@@ -166,6 +179,9 @@ class DFlash(Drafter):
 
     def shard_units(self) -> list[nn.Module]:
         return list(self.layers)
+
+    def final_norms(self) -> list[nn.Module]:
+        return [self.norm]
 
     def head(self, frozen: FrozenTarget) -> torch.Tensor:
         """[D, H]"""
@@ -187,6 +203,7 @@ class DFlash(Drafter):
         bonus and anchors: int64 [N], the token in slot 0 and its position. taps [..., T, A, H] and positions int64
         [..., T]: the context's. attentions: one per layer.
         """
+        # (No key scales the embeddings: consumers of this format embed the plain rows and read none.)
         offsets = torch.arange(self.config.block_size, device=bonus.device)
         tokens = torch.where(offsets == 0, bonus[:, None], self.config.mask_token)
         context, blocks = self.hidden_norm(self.fc(taps.flatten(-2))), frozen.embed(tokens)
@@ -273,6 +290,7 @@ class DFlash(Drafter):
             context = state.valid & self.sees_context(i, state.positions, anchors)
             attention.expect(context, self.sees_block(i, bonus.device))
         hidden = self.run_blocks(bonus, anchors, rows.taps, rows.positions, state.attentions, frozen)
+        state.drop_rejected()
         drafts = self.choose(hidden[:, :k], bonus, frozen)
         state.confidence = self.confidence(hidden[:, :k], torch.cat([bonus[:, None], drafts[:, :-1]], 1))
         return drafts
@@ -289,6 +307,7 @@ class DFlash(Drafter):
     # ---- export (speculators format, dflash)
 
     def export_config(self, frozen: FrozenTarget) -> dict[str, Any]:
+        warn_of_engines(self.layer_config)
         # vLLM takes one flag for all layers: without sliding layers it must say what the full ones are, bidirectional.
         non_causal = self.config.sliding_window_non_causal or SLIDING not in self.layer_types
         if not non_causal and FULL in self.layer_types:
@@ -318,11 +337,12 @@ class DFlash(Drafter):
             num_layers=layer["num_hidden_layers"],
             block_size=exported["block_size"],
             slots="anchor_predicts" if exported["sample_from_anchor"] else "anchor_is_context",
-            mask_token=exported["mask_token_id"],
+            mask_token=-1 if exported["mask_token_id"] is None else exported["mask_token_id"],
             draft_vocab_size=exported["draft_vocab_size"],
             layer_types=layer["layer_types"],
             sliding_window_non_causal=exported["sliding_window_non_causal"],
             **window,
+            **shape_keys(layer),
         )
 
     def export_tensors(self, frozen: FrozenTarget) -> dict[str, torch.Tensor]:

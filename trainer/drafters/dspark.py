@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 @dataclass
 class DSparkConfig(DFlashConfig):
     """markov_rank: r of the sequential head; 0: none. markov_head: `vanilla`, `gated` or `rnn` (vLLM serves vanilla
-    only). confidence_weight: of the confidence head's loss; 0: no such head.
+    only). confidence_weight: of the confidence head's loss; 0: no such head. confidence_with_markov: it reads what the
+    sequential head embeds, too.
     """
 
     name: str = "dspark"
@@ -42,6 +43,7 @@ class DSparkConfig(DFlashConfig):
     markov_rank: int = 256
     markov_head: str = "vanilla"
     confidence_weight: float = 1.0
+    confidence_with_markov: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,12 +103,12 @@ class DSpark(DFlash):
         if rank:
             self.markov_head = MarkovHead(config.markov_head, self.vocab_size, self.draft_vocab_size, rank, size)
         if config.confidence_weight:
-            self.confidence_head = ConfidenceHead(size + rank)
+            self.confidence_head = ConfidenceHead(size + rank * config.confidence_with_markov)
 
     def confidence(self, hidden, previous):
         if self.confidence_head is None:
             return None
-        if self.markov_head is not None:
+        if self.markov_head is not None and self.config.confidence_with_markov:
             hidden = torch.cat([hidden, self.markov_head.markov_w1(previous)], -1)
         return self.confidence_head(hidden)
 
@@ -163,7 +165,9 @@ class DSpark(DFlash):
             "markov_rank": self.config.markov_rank,
             "markov_head_type": self.config.markov_head,
             "enable_confidence_head": self.confidence_head is not None,
-            "confidence_head_with_markov": self.confidence_head is not None and self.markov_head is not None,
+            "confidence_head_with_markov": (
+                self.confidence_head is not None and self.markov_head is not None and self.config.confidence_with_markov
+            ),
         }
 
     @classmethod
@@ -172,4 +176,5 @@ class DSpark(DFlash):
         config.markov_rank = exported["markov_rank"]
         config.markov_head = exported["markov_head_type"]
         config.confidence_weight = float(exported["enable_confidence_head"])
+        config.confidence_with_markov = exported["confidence_head_with_markov"] or not exported["markov_rank"]
         return config

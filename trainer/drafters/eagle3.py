@@ -10,24 +10,38 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, Qwen3Config
 
 from data_pipelines.errors import UserError
 
 from ..target import FrozenTarget
-from .base import Contract, DrafterConfig, check_taps, default_taps
-from .layers import QK_NORMED, DraftLayer, FusionLayer, Rotary, draft_layer_config, init_linears
+from .base import Contract, check_taps, default_taps
+from .layers import DraftLayer, FusionLayer, Rotary, init_linears
 from .rollout import RolloutDrafter
+from .shape import (
+    FULL,
+    SLIDING,
+    ShapeConfig,
+    check_layer_types,
+    draft_layer_config,
+    layer_family,
+    shape_keys,
+    warn_of_engines,
+)
 
 
 @dataclass
-class Eagle3Config(DrafterConfig):
+class Eagle3Config(ShapeConfig):
     """taps: the target layers that feed the drafter; empty: [2, L//2, L-3]. steps: K of the training-time test.
     step_weight: a draft of step k weighs step_weight**k.
 
     norm_before_fc (one norm over the concatenated taps) and fc_norm (one per tap) exclude each other. norm_output feeds
     the normed output back; with fc_norm that is EAGLE-3.1. train_head: else the head stays the target's rows.
+
+    sliding_window: how many positions a query sees, its own included; 0: all. layer_types: of each layer, full_attention or
+    sliding_attention; empty: all slide if there is a window.
     """
+
+    training = ShapeConfig.training | {"steps", "step_weight"}
 
     name: str = "eagle3"
     taps: list[int] = field(default_factory=list)
@@ -39,6 +53,8 @@ class Eagle3Config(DrafterConfig):
     fc_norm: bool = False
     norm_output: bool = False
     train_head: bool = False
+    sliding_window: int = 0
+    layer_types: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,6 +63,14 @@ class Eagle3Config(DrafterConfig):
         for key in ("steps", "num_layers"):
             if getattr(self, key) < 1:
                 raise UserError(f"drafter.{key}={getattr(self, key)}; it must be at least 1")
+        check_layer_types(self.layer_types, self.num_layers)
+        if SLIDING in self.layer_types and not self.sliding_window:
+            raise UserError(f"drafter.layer_types has a {SLIDING}", fix="set drafter.sliding_window=<positions>")
+        if self.sliding_window and self.sliding_window < self.steps:  # the row that a chain starts from stays in sight
+            raise UserError(
+                f"drafter.sliding_window={self.sliding_window} is shorter than the {self.steps} draft steps",
+                fix="use a window of at least drafter.steps positions, or 0 for none",
+            )
 
 
 class Eagle3(RolloutDrafter):
@@ -58,9 +82,16 @@ class Eagle3(RolloutDrafter):
         self.step_weights = [config.step_weight**k for k in range(config.steps)]
         self.taps = self.contract(config, target_config.num_hidden_layers).taps
         self.set_vocabulary(kept, target_config.vocab_size)
-        # The two shapes that engines serve: with norms on queries and keys where the target's family has them, or without.
-        family = Qwen3Config if target_config.model_type in QK_NORMED else LlamaConfig
-        self.layer_config = shape = draft_layer_config(target_config, config.num_layers, family)
+        self.layer_types = config.layer_types or [SLIDING if config.sliding_window else FULL] * config.num_layers
+        windows = {}
+        if SLIDING in self.layer_types:
+            windows = {
+                "layer_types": self.layer_types,
+                "sliding_window": config.sliding_window,
+                "use_sliding_window": True,
+            }
+        family = layer_family(target_config)
+        self.layer_config = shape = draft_layer_config(config, config.num_layers, target_config, family, **windows)
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(len(self.taps) * size, size, bias=False)
         if config.norm_before_fc:
@@ -78,7 +109,11 @@ class Eagle3(RolloutDrafter):
     def contract(cls, config: Eagle3Config, num_layers: int) -> Contract:
         return Contract(check_taps(tuple(config.taps) or default_taps(num_layers), num_layers))
 
+    def final_norms(self):
+        return [self.norm]
+
     def start_head(self, frozen: FrozenTarget) -> None:
+        super().start_head(frozen)
         if self.lm_head is not None:
             with torch.no_grad():
                 self.lm_head.weight.copy_(frozen.draft_head(self.kept))
@@ -107,6 +142,9 @@ class Eagle3(RolloutDrafter):
             hidden = self.layers[i](hidden, rope, attentions[i], rows if i == last else None)
         return hidden
 
+    def window(self, layer):
+        return self.config.sliding_window if self.layer_types[layer] == SLIDING else None
+
     def normed(self, hidden):
         return self.norm(hidden)
 
@@ -118,6 +156,7 @@ class Eagle3(RolloutDrafter):
 
     def export_config(self, frozen: FrozenTarget) -> dict[str, Any]:
         config = self.config
+        warn_of_engines(self.layer_config)
         layer = {
             **self.layer_config.to_diff_dict(),
             "model_type": self.layer_config.model_type,
@@ -141,13 +180,19 @@ class Eagle3(RolloutDrafter):
 
     @classmethod
     def config_from_export(cls, exported: dict[str, Any]) -> Eagle3Config:
-        """The head comes with an export, trained or not; how the drafter was trained does not."""
+        """How the drafter was trained does not come with an export."""
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        layer = exported["transformer_layer_config"]
+        windows, window = {}, layer.get("sliding_window")
+        if SLIDING in (layer.get("layer_types") or []):
+            steps = min(Eagle3Config.steps, window)
+            windows = {"sliding_window": window, "layer_types": layer["layer_types"], "steps": steps}
         return Eagle3Config(
             taps=exported["eagle_aux_hidden_state_layer_ids"],
-            num_layers=exported["transformer_layer_config"]["num_hidden_layers"],
+            num_layers=layer["num_hidden_layers"],
+            **shape_keys(layer),
+            **windows,
             draft_vocab_size=exported["draft_vocab_size"],
-            train_head=True,
             **{flag: exported[flag] for flag in flags},
         )
 

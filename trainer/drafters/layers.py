@@ -13,9 +13,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Families whose attention norms queries and keys per head.
-QK_NORMED = ("qwen3", "qwen3_moe", "qwen3_next", "gemma3", "gemma3_text")
-
 
 class Rotary(nn.Module):
     """cos and sin of positions, by transformers' own rotary embedding (it handles theta and scaling). Always fp32."""
@@ -136,30 +133,18 @@ def init_linears(module: nn.Module) -> None:
             nn.init.normal_(part.weight, std=0.02)
 
 
-def draft_layer_config(
-    target_config, num_layers: int, family: type[PretrainedConfig] = LlamaConfig, **options
-) -> PretrainedConfig:
-    """Layers of a family's shape with the target's widths, head counts and RoPE (theta, scaling, length included)."""
-    heads = target_config.num_attention_heads
-    # Some families (Gemma 3) have one set per kind of layer; a drafter looks as far back as their full layers do.
-    rope = dict(target_config.rope_parameters)
-    rope = dict(rope.get("full_attention", rope))
-    rope.pop("partial_rotary_factor", None)  # draft layers rotate the whole head
-    return family(
-        vocab_size=target_config.vocab_size,
-        hidden_size=target_config.hidden_size,
-        intermediate_size=target_config.intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(target_config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
-        hidden_act="silu",
-        max_position_embeddings=target_config.max_position_embeddings,
-        rms_norm_eps=getattr(target_config, "rms_norm_eps", 1e-6),
-        rope_parameters=rope,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        **options,
-    )
+@torch.no_grad()
+def scale_norm(norm: nn.Module, factor: float) -> None:
+    """Make a norm's outputs `factor` times as large, be its gain w or, as in some families, 1 + w. (One without a gain
+    stays as it is.)"""
+    gain, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    if gain is None or factor == 1.0:
+        return
+    weights = [gain.clone(), *([bias.clone()] if bias is not None else [])]
+    for part in (gain, bias) if bias is not None else (gain,):
+        part.zero_()
+    probe = torch.linspace(-1, 2, gain.shape[-1], dtype=gain.dtype, device=gain.device)
+    offset = 1.0 if norm(probe).any() else 0.0
+    gain.copy_((weights[0] + offset) * factor - offset)
+    if bias is not None:
+        bias.copy_(weights[1] * factor)

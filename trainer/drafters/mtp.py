@@ -21,6 +21,7 @@ What a module's attention sees:
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +29,15 @@ import torch
 from torch import nn
 
 from data_pipelines.engines import Target
+from data_pipelines.engines.readout import relative_error
+from data_pipelines.engines.targets import first_line
 from data_pipelines.errors import UserError, check_choice
 
 from ..batch import Batch
 from ..target import FrozenTarget
 from .attention import CachedAttention, RolloutAttention
 from .base import Contract, DrafterConfig
-from .family import Family
+from .family import OTHERS, Family
 from .native_mtp import read_native_heads
 from .rollout import RolloutDrafter, RolloutState
 
@@ -45,6 +48,8 @@ _CHOICES = {
     "attention": ("rollout", "own_step"),
     "warm_start": ("auto", "never"),
 }
+READ = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # families whose MTP layer speculators 0.9 has
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -54,6 +59,8 @@ class MTPConfig(DrafterConfig):
     target step 0 reads, after or before its final norm. attention: rollout or own_step, see the top of this file.
     warm_start: auto begins from the MTP head that the target's checkpoint brings along, if it has one.
     """
+
+    training = DrafterConfig.training | {"steps", "step_weight", "attention", "warm_start"}
 
     name: str = "mtp"
     loss: str = "ce"
@@ -92,7 +99,11 @@ def new_module(family: Family) -> nn.Module:
             parts = [self.token_layernorm(embeds), self.hidden_layernorm(hidden)]
             mixed = self.input_proj(torch.cat(parts[::-1] if hidden_first else parts, -1))
             output = super().forward(
-                mixed, position_embeddings=rotary(positions), attention_mask=None, draft_attention=attention
+                mixed,
+                position_embeddings=rotary(positions),
+                attention_mask=family.mask,
+                draft_attention=attention,
+                **family.layer_arguments(),
             )
             return self.final_layernorm(output[0] if isinstance(output, tuple) else output)
 
@@ -108,6 +119,11 @@ class ChainedState(RolloutState):
 
     recent: tuple[torch.Tensor, ...] | None = None
 
+    def select(self, sequences: torch.Tensor) -> None:
+        super().select(sequences)
+        if self.recent is not None:
+            self.recent = tuple(x[sequences] for x in self.recent)
+
 
 class MTP(RolloutDrafter):
     Config = MTPConfig
@@ -121,14 +137,49 @@ class MTP(RolloutDrafter):
         self.step_weights = [weight / sum(raw) for weight in raw]
         self.set_vocabulary(kept, target_config.vocab_size)
         self.target_config = copy.deepcopy(target_config)
-        family = Family(target_config)
-        self.rotary = family.rotary()
         modules = config.steps if config.form == "chained" else 1
-        self.mtp_layers = nn.ModuleList(new_module(family) for _ in range(modules))
+        try:
+            family = Family(target_config)
+            self.rotary = family.rotary()
+            self.mtp_layers = nn.ModuleList(new_module(family) for _ in range(modules))
+            self._try_layer(family)
+        except UserError:
+            raise
+        except Exception as error:  # families' own code, of any family
+            raise UserError(
+                f"the decoder layer of a {target_config.model_type} target cannot be run as an MTP head",
+                where=f"{type(error).__name__}: {first_line(error)}",
+                fix=OTHERS,
+            ) from error
+
+    @torch.no_grad()
+    def _try_layer(self, family: Family) -> None:
+        """A few rows through the first module, with this project's attention and with the family's own. Some layers need more
+        than they are given here (embeddings for each layer, keys of other layers); some look at tokens in a way of their
+        own. What is drafted would not be what the layer is."""
+        weight = next(self.mtp_layers.parameters())
+        if weight.is_meta:
+            return
+        rows = torch.arange(5, device=weight.device)
+        states = torch.linspace(-1, 1, 5 * self.target_config.hidden_size).cos().to(weight).view(1, 5, -1)
+        self.eval()
+        attention = RolloutAttention(rows * 0, rows)
+        ours = self.run_module(0, states, states, rows[None], attention)
+        with family.own_attention(rows):
+            theirs = self.run_module(0, states, states, rows[None], attention)
+        self.train()
+        error = relative_error(ours, theirs)
+        if not error < 1e-3:
+            raise ValueError(
+                f"causal attention gives other states than its own does, off by {error:.3g} of the largest"
+            )
 
     @classmethod
     def contract(cls, config: MTPConfig, num_layers: int) -> Contract:
         return Contract(())
+
+    def final_norms(self):
+        return [module.final_layernorm for module in self.mtp_layers]
 
     def warm_start(self, target: Target) -> None:
         """Begin from the target's own head. Steps that it has no module for begin from its last one, as engines use it."""
@@ -226,7 +277,14 @@ class MTP(RolloutDrafter):
     def export_config(self, frozen) -> dict[str, Any]:
         """Engines read the shared form over the whole vocabulary, on the post-norm state; `hidden_kind` and a
         `draft_vocab_size` are for this project's own loader."""
-        layer = {**self.target_config.to_diff_dict(), "model_type": self.target_config.model_type}
+        family = self.target_config.model_type
+        if family not in READ:
+            log.warning(
+                "no engine reads an MTP head of a %s target in this format (speculators 0.9 has those of %s); here it can be "
+                "judged, and stitched into a target that has such a head",
+                *(family, ", ".join(READ)),
+            )
+        layer = {**self.target_config.to_diff_dict(), "model_type": family}
         vocabulary = {} if self.kept is None else {"draft_vocab_size": self.draft_vocab_size}
         return {
             "speculators_model_type": "mtp",
@@ -240,11 +298,10 @@ class MTP(RolloutDrafter):
     @classmethod
     def config_from_export(cls, exported: dict[str, Any]) -> MTPConfig:
         modules = exported["num_nextn_predict_layers"]
-        (method, *_) = exported["speculators_config"]["proposal_methods"]
         return MTPConfig(
             form="chained" if modules > 1 else "shared",
-            steps=modules if modules > 1 else method["speculative_tokens"],
-            hidden=exported.get("hidden_kind", "post_norm"),
+            steps=modules if modules > 1 else exported["speculative_tokens"],
+            hidden=exported["hidden_kind"],
             draft_vocab_size=exported.get("draft_vocab_size", 0),
         )
 

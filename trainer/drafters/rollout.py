@@ -24,6 +24,11 @@ class RolloutState:
 
     caches: list[CachedAttention]
 
+    def select(self, sequences: torch.Tensor) -> None:
+        """Only these of the batch go on: int64 [B']."""
+        for cache in self.caches:
+            cache.select(sequences)
+
 
 class RolloutDrafter(Drafter):
     """Subclasses implement `start`, `run_layers`, `normed` and `head`, and say how many layers attend."""
@@ -42,6 +47,10 @@ class RolloutDrafter(Drafter):
         rows: int64 [M], only these are wanted, and [M, H] comes back; keys are made of all.
         """
         raise NotImplementedError
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a layer's query sees, its own included; None: all of its document. At least K."""
+        return None
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """An output of `run_layers` → what the head reads."""
@@ -80,7 +89,10 @@ class RolloutDrafter(Drafter):
         for i in range(self.attending):
             own = [(key[..., at, :], value[..., at, :]) for (key, value), at in zip((m[i] for m in past[1:]), narrowed)]
             seen = [past[0][i], *own] if k else []
-            attentions.append(RolloutAttention(run - batch.positions[run], run, seen, batch.part.gather))
+            back, window = batch.positions[run], self.window(i)  # how many rows behind its own a row sees
+            if window:  # it is of positions: at step k the query is k further on
+                back = back.clamp(max=window - 1 - k)
+            attentions.append(RolloutAttention(run - back, run, seen, batch.part.gather))
         embeds = frozen.embed(batch.input_ids.roll(-1 - k)[run])  # (a document's last row is run in step 0 at most)
         hidden = self.run_layers(
             embeds, hidden[kept] if k else hidden, batch.positions[run] + k, attentions, None if k else kept
@@ -100,7 +112,7 @@ class RolloutDrafter(Drafter):
     # ---- decoding
 
     def new_state(self, batch_size: int) -> RolloutState:
-        return RolloutState([CachedAttention(batch_size) for _ in range(self.attending)])
+        return RolloutState([CachedAttention(batch_size, self.window(i)) for i in range(self.attending)])
 
     def choose(self, normed: torch.Tensor, frozen: FrozenTarget) -> torch.Tensor:
         """Greedy drafts [...], ids of the target's vocabulary, from normed states [..., H]."""

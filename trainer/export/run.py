@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import torch
@@ -39,7 +38,5 @@ def _trained(setup: RunSetup, step: int | None) -> tuple[Drafter, FrozenTarget]:
     checkpoint = find_checkpoint(setup.run_dir, step)
     frozen = FrozenTarget.load(setup.target, torch.float32)
     drafter = setup.build_drafter(frozen)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads it: as meant
-        load_weights(checkpoint, drafter)
+    load_weights(checkpoint, drafter)
     return drafter, frozen

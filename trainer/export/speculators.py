@@ -1,7 +1,8 @@
 """A drafter ↔ the standard speculator format: a folder with config.json and model.safetensors that engines load.
 
 The keys that every drafter has are written here; a drafter adds its own keys and its map of tensors (`export_config`,
-`export_tensors`) and reads its keys back (`config_from_export`). The format is that of speculators 0.9; vLLM reads it.
+`export_tensors`) and reads its keys back (`config_from_export`; see `reading`). The format is that of speculators 0.9; vLLM
+reads it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from data_pipelines.engines import Target
 from data_pipelines.errors import UserError
 
-from ..drafters import DRAFTERS, Drafter, build_drafter
+from ..drafters import Drafter
 from ..target import FrozenTarget
 from .config import ExportConfig
 from .folder import whole_folder
+from .saved import read_export
 
 FORMAT_VERSION = "0.9.0"  # of speculators, whose keys these are
-# Exported for engines; here they are the target's own, unless the drafter has them itself.
-THE_TARGETS = ("embed_tokens.weight", "lm_head.weight")
 
 
 def export_drafter(
@@ -80,29 +80,7 @@ def load_export(path: Path, target_config) -> Drafter:
     target_config: the text config of the target that it drafts for.
     Raises UserError if the folder is not a whole export, or not of this target's shape.
     """
-    path = Path(path)
-    try:
-        config = json.loads((path / "config.json").read_text())
-        tensors = load_file(path / "model.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"not an exported drafter: {error}", where=str(path), fix="export it again") from error
-    name = config.get("speculators_model_type")
-    if name not in DRAFTERS:
-        raise UserError(f"speculators_model_type is {name!r}, not one of {', '.join(DRAFTERS)}", where=str(path))
-    d2t = tensors.get("d2t")
-    kept = None if d2t is None else d2t + torch.arange(len(d2t))
-    drafter = build_drafter(DRAFTERS[name].config_from_export(config), target_config, kept)
-    own = drafter.state_dict()
-    weights = {
-        key: tensor.float() if tensor.is_floating_point() else tensor
-        for key, tensor in tensors.items()
-        if key in own or key not in THE_TARGETS
-    }
-    try:
-        drafter.load_state_dict(weights)
-    except RuntimeError as error:
-        raise UserError(f"the export does not fit this target: {error}", where=str(path)) from error
-    return drafter.eval()
+    return read_export(Path(path), target_config).build(target_config)
 
 
 def _stored(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:

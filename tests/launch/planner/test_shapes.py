@@ -7,13 +7,18 @@ import json
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig
 
 from data_pipelines.engines.targets import TargetConfig
 from data_pipelines.errors import UserError
+from launch.planner.flops import training_flops
 from launch.planner.shapes import SMOLLM2, TABLE, count_target, draft_shape, table_target, target_shape
-from tests.trainer.families import FAMILIES, NATIVE
+from launch.planner.volume import Volume
+from launch.planner.work import expected_work
+from tests.trainer.families import FAMILIES, NATIVE, SHAPE
 from trainer.drafters import DRAFTERS, build_drafter
+from trainer.drafters.eagle3 import Eagle3Config
+from trainer.drafters.mtp import MTPConfig
 
 ROWS = yaml.safe_load(TABLE.read_text())
 
@@ -41,6 +46,21 @@ def test_counts_are_those_of_real_models(name):
         counted = {n: tuple(p.shape) for n, p in sketch.named_parameters()}
         assert counted == {n: tuple(p.shape) for n, p in built.named_parameters()}, drafter_name
         assert all(p.is_meta for p in sketch.parameters())
+
+
+def test_a_target_whose_layers_differ():
+    """Gemma 4: heads of its full layers are wider. Drafters follow the first layer, an MTP head the last full one."""
+    config = Gemma4TextConfig(
+        **{**SHAPE, "layer_types": ["sliding_attention", "full_attention"] * 2}, global_head_dim=16, sliding_window=7,
+        hidden_size_per_layer_input=0,
+    )  # fmt: skip
+    shape = count_target("gemma4", config, None, "")
+    assert [(a.key, a.window) for a in shape.attention] == [(8, 7), (16, 0)] * 2
+    work = expected_work(eagle3 := draft_shape(Eagle3Config(), shape), Volume(1000, 1000, 0.5), 4096)
+    assert eagle3.layers[0].self_attn.k_proj.out_features == 2 * 8
+    for drafter in (eagle3, draft_shape(MTPConfig(steps=eagle3.depth), shape)):
+        assert training_flops(drafter, work, shape).matmul > 0
+    assert drafter.mtp_layers[0].self_attn.k_proj.out_features == 2 * 16
 
 
 def test_a_folder_with_a_config_is_enough(tmp_path, tiny_target):

@@ -68,18 +68,28 @@ class KnownDrafter:
 
     def new_state(self, batch_size: int):
         self.rows = {b: [] for b in range(batch_size)}
-        return [0] * batch_size
+        return Going(list(range(batch_size)))
 
     def propose(self, state, rows, frozen, k):
-        drafts = torch.zeros(len(state), k, dtype=torch.long)
-        for b in range(len(state)):
+        assert len(rows.valid) == len(state.sequences)  # who has finished is not drafted for
+        drafts = torch.zeros(len(state.sequences), k, dtype=torch.long)
+        for row, b in enumerate(state.sequences):
             for t in range(rows.valid.shape[1]):
-                if rows.valid[b, t]:
-                    position, token = int(rows.positions[b, t]), int(rows.next_tokens[b, t])
-                    self.rows[b].append((position, token, rows.taps[b, t], rows.final[b, t]))
-            if rows.valid[b].any():
-                bonus = self.rows[b][-1][0] + 1 - len(self.prompts[b])  # its place in the text
-                for j in range(1, k + 1):
-                    right = self.texts[b][bonus + j] if bonus + j < len(self.texts[b]) else 0
-                    drafts[b, j - 1] = (right + 1) % 96 if self.wrong(bonus, j) else right
+                if rows.valid[row, t]:
+                    position, token = int(rows.positions[row, t]), int(rows.next_tokens[row, t])
+                    self.rows[b].append((position, token, rows.taps[row, t], rows.final[row, t]))
+            bonus = self.rows[b][-1][0] + 1 - len(self.prompts[b])  # its place in the text
+            for j in range(1, k + 1):
+                right = self.texts[b][bonus + j] if bonus + j < len(self.texts[b]) else 0
+                drafts[row, j - 1] = (right + 1) % 96 if self.wrong(bonus, j) else right
         return drafts
+
+
+@dataclass
+class Going:
+    """Which prompts are still drafted for."""
+
+    sequences: list[int]
+
+    def select(self, rows: torch.Tensor) -> None:
+        self.sequences = [self.sequences[row] for row in rows.tolist()]

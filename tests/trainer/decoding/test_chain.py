@@ -190,9 +190,9 @@ def test_rejected_slots_do_not_pile_up(llama):
     """After a round the cache is as long as its longest sequence, and finished sequences are out of it."""
     target = CachedTarget(llama, None)
     everything = torch.ones(3, 5, dtype=torch.bool)
-    target.forward(torch.zeros(3, 5, dtype=torch.long), torch.arange(5).expand(3, 5), everything)
+    step = target.forward(torch.zeros(3, 5, dtype=torch.long), torch.arange(5).expand(3, 5), everything)
     kept = torch.arange(5) < torch.tensor([[1], [3], [5]])
-    target.keep(kept, torch.tensor([0, 1]))
+    target.keep(step, kept, torch.tensor([0, 1]))
     assert target.cache.get_seq_length() == 3
     assert target.slots.tolist() == [[False, False, True], [True, True, True]]
     assert target.cache.layers[0].keys.shape[0] == 2

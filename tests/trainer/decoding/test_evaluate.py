@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,6 +58,18 @@ def test_before_and_after(config, setup, frozen, tiny_target):
     after = evaluate_run(config, setup.run_dir, "after")
     assert after["overall"] == before["overall"] and after["domains"] == before["domains"]
     assert after["seconds"]["plain"] == before["seconds"]["plain"]
+
+
+def test_in_bfloat16(config, setup):
+    """Whoever has no room for float32; plain decoding is done again in it, whatever is kept of another precision."""
+    reference, judged, margins = setup.run_dir / "evaluation" / "reference.json", {}, {}
+    for dtype in ("float32", "bfloat16"):
+        asked = replace(config, evaluate=replace(config.evaluate, dtype=dtype, max_prompts=3))
+        judged[dtype] = evaluate_run(asked, setup.run_dir, "before")
+        margins[dtype] = torch.tensor(json.loads(reference.read_text())["texts"][0]["margins"][:1])
+    assert [(result["dtype"], result["way"]) for result in judged.values()] == [(d, "one cache") for d in judged]
+    assert all(gap["logit_gap"] < 0.5 for gap in judged["bfloat16"]["mismatches"])
+    assert 0 < (margins["float32"] - margins["bfloat16"]).abs() < 0.2
 
 
 def test_a_stale_or_broken_reference_is_made_again(config, setup):

@@ -20,6 +20,9 @@ OPTIONS = [
     {"num_layers": 3},
     {"num_layers": 2, "norm_output": True, "norm_before_residual": True, "fc_norm": True},
     {"train_head": True},
+    {"sliding_window": 4},
+    {"num_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "norm_output": True},
+    {"heads": 6, "kv_heads": 3, "head_dim": 4, "mlp_width": 20, "activation": "gelu"},
 ]
 LENGTHS = [1, 2, 3, 9, 1, 14]
 
@@ -40,7 +43,9 @@ def causal_layers(drafter, embeds, hidden, positions):
             for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         q, k = apply_rotary_pos_emb(q, k, cos.double(), sin.double())
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        distance = positions[:, None] - positions
+        seen = (distance >= 0) & (distance < (drafter.window(i) or len(positions)))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
         residual = residual + attention.o_proj(out.transpose(1, 2).flatten(2)[0])
         hidden = residual + layer.mlp(layer.post_attention_layernorm(residual))
     return hidden
@@ -99,10 +104,10 @@ def test_every_row_and_step_equals_the_literal_draft_loop(world, options, mask):
         assert largest_difference(drafter, world.frozen, world.make(LENGTHS, mask=mask)) < 1e-9
 
 
-@pytest.mark.parametrize("what", ["mask", "position", "token", "feedback", "boundary"])
+@pytest.mark.parametrize("what", ["mask", "position", "token", "feedback", "boundary", "window", "still window"])
 def test_a_shift_by_one_is_noticed(world, monkeypatch, what):
     """The golden test can fail: each of these mistakes, made on purpose, is far above its tolerance."""
-    drafter = world.drafter(steps=3)
+    drafter = world.drafter(steps=3, sliding_window=4 if "window" in what else 0)
     made = world.make(LENGTHS, mask="all")
     if what == "mask":
         original = RolloutAttention.__init__
@@ -111,6 +116,15 @@ def test_a_shift_by_one_is_noticed(world, monkeypatch, what):
             original(self, first, torch.maximum(first, last - 1), *rest)
 
         monkeypatch.setattr(RolloutAttention, "__init__", blind_to_itself)
+    elif "window" in what:  # one position too long; or where step 0 had it, in all steps
+        original = RolloutAttention.__init__
+
+        def longer(self, first, last, past, *rest):
+            start = last - made.batch.positions[last]
+            further = len(past) if what == "still window" else 1
+            original(self, torch.maximum(first - further, start), last, past, *rest)
+
+        monkeypatch.setattr(RolloutAttention, "__init__", longer)
     elif what == "boundary":
         original = RolloutAttention.__init__
         monkeypatch.setattr(RolloutAttention, "__init__", lambda self, first, *rest: original(self, first * 0, *rest))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import speculators.models.eagle3.core as eagle3_core
 import torch
 from safetensors.torch import load_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
@@ -26,6 +27,7 @@ from trainer.export.speculators import export_drafter, load_export
 from trainer.target import FrozenTarget
 
 STEPS = 3
+SLIDING = "sliding_attention"
 VARIANTS = {
     "plain": {},
     "fc_norm": {"fc_norm": True},
@@ -38,6 +40,9 @@ VARIANTS = {
     "four taps, the last one final": {"taps": [0, 2, 3, 6], "norm_before_fc": True},
     "reduced vocabulary": {"draft_vocab_size": 100},
     "trained head": {"train_head": True, "draft_vocab_size": 64},
+    "sliding layers": {"sliding_window": 4, "num_layers": 2},
+    "a sliding and a full layer": {"sliding_window": 3, "num_layers": 2, "layer_types": [SLIDING, "full_attention"]},
+    "a shape of its own": {"heads": 8, "kv_heads": 4, "head_dim": 6, "mlp_width": 40, "activation": "gelu"},
 }
 
 
@@ -85,8 +90,26 @@ def judge(path: Path) -> SpeculatorModel:
     return SpeculatorModel.from_pretrained(path, config=config).eval()
 
 
+def move_their_window(monkeypatch, window: int) -> None:
+    """Theirs leaves a window at later steps where step 0 had it. A decoder counts positions: the query is a position further
+    with each step, and so is its window."""
+    extend = eagle3_core.extend_dense_mask_for_draft_tokens
+
+    def moved(mask, size):
+        step, index = mask.shape[-1] // size, torch.arange(size)
+        mask = extend(mask, size)
+        if mask[0, 0, 12, 0].isinf():  # it is a window's mask: a late row does not see its document's first
+            hidden = index[:, None] - index >= window - step
+            mask[..., :size].masked_fill_(hidden, float("-inf"))
+        return mask
+
+    monkeypatch.setattr(eagle3_core, "extend_dense_mask_for_draft_tokens", moved)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_speculators_computes_the_same(tiny_target, frozen, batch, tmp_path, variant):
+def test_speculators_computes_the_same(tiny_target, frozen, batch, tmp_path, monkeypatch, variant):
+    if window := VARIANTS[variant].get("sliding_window"):
+        move_their_window(monkeypatch, window)
     drafter = make_drafter(tiny_target, frozen, VARIANTS[variant])
     cfg = ExportConfig(dtype="float32", verifier=tiny_target.path)
     theirs = judge(export_drafter(drafter, frozen, tiny_target, cfg, tmp_path / "export", STEPS))
@@ -146,8 +169,10 @@ def both_losses(drafter, theirs, frozen, document: Batch) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_same_loss_where_the_definitions_agree(tiny_target, frozen, batch, tmp_path, variant):
+def test_the_same_loss_where_the_definitions_agree(tiny_target, frozen, batch, tmp_path, monkeypatch, variant):
     """One document, every token supervised. (Drafts whose teacher lies outside a reduced vocabulary: they train them.)"""
+    if window := VARIANTS[variant].get("sliding_window"):
+        move_their_window(monkeypatch, window)
     drafter = make_drafter(tiny_target, frozen, {"loss": "kl", "keep_unmapped": True, **VARIANTS[variant]})
     cfg = ExportConfig(dtype="float32", verifier=tiny_target.path)
     theirs = judge(export_drafter(drafter, frozen, tiny_target, cfg, tmp_path / "export", STEPS))
@@ -168,6 +193,15 @@ def test_where_we_differ_on_purpose(tiny_target, frozen, batch, tmp_path):
     assert (ours - expected).abs() > 1e-2
 
 
+def test_a_window_moves_on_with_the_steps_on_purpose(tiny_target, frozen, batch, tmp_path):
+    """Theirs does not: from step 1 on it sees a position that is outside the window when engines decode."""
+    drafter = make_drafter(tiny_target, frozen, {"loss": "kl", "sliding_window": 4})
+    cfg = ExportConfig(dtype="float32", verifier=tiny_target.path)
+    theirs = judge(export_drafter(drafter, frozen, tiny_target, cfg, tmp_path / "export", STEPS))
+    ours, expected = both_losses(drafter, theirs, frozen, slice_batch(batch, 0, 14))
+    assert (ours - expected).abs() > 1e-3
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_read_back(tiny_target, frozen, tmp_path, variant, dtype):
@@ -179,7 +213,8 @@ def test_read_back(tiny_target, frozen, tmp_path, variant, dtype):
     for name, tensor in again.state_dict().items():
         rounded = expected[name].to(getattr(torch, dtype)).float() if tensor.is_floating_point() else expected[name]
         assert torch.equal(tensor, rounded), name
-    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "num_layers"):
+    assert again.layer_types == drafter.layer_types and again.layer_config.to_dict() == drafter.layer_config.to_dict()
+    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "num_layers", "sliding_window"):
         assert getattr(again.config, key) == getattr(drafter.config, key)
     assert again.taps == drafter.taps
     assert (again.kept is None) == (drafter.kept is None)

@@ -84,6 +84,16 @@ def test_eagle3(mapped, tiny_target, options):
     follows_the_target(config, tiny_target.config)
 
 
+def test_eagle3_of_a_shape_of_its_own(mapped):
+    """vLLM's layers take head counts and sizes, and each its window, from these keys (`llama_eagle3`, `qwen3_eagle3`)."""
+    shape = {"heads": 8, "kv_heads": 4, "head_dim": 8, "mlp_width": 40}
+    kinds = [SLIDING, FULL]
+    _, config = mapped("eagle3", steps=3, num_layers=2, layer_types=kinds, sliding_window=5, **shape)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 4, 8)
+    assert config.intermediate_size == 40 and config.hidden_act == "silu"
+    assert config.layer_types == kinds and config.sliding_window == 5
+
+
 @pytest.mark.parametrize(
     "options,drafts,from_anchor,causal",
     [
