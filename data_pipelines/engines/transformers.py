@@ -72,11 +72,12 @@ class TransformersEngine:
         if not self._long_packs and self._limit is not None and len(input_ids) >= self._limit:
             # RoPE that grows with the text remembers the longest one so far; a short one makes it forget.
             self._forward(input_ids[:1], position_ids((1,)))
-        return self._forward(input_ids, position_ids((len(input_ids),)))
+        return self._forward(input_ids, None)
 
-    def _forward(self, input_ids: np.ndarray, positions: np.ndarray) -> Features:
+    def _forward(self, input_ids: np.ndarray, positions: np.ndarray | None) -> Features:
+        """positions: None for those that the family itself counts for one text (Kosmos begins with 2)."""
         ids, positions = (
-            torch.from_numpy(np.asarray(values, dtype=np.int64))[None].to(self._device)
+            None if values is None else torch.from_numpy(np.asarray(values, dtype=np.int64))[None].to(self._device)
             for values in (input_ids, positions)
         )
         with tap_hidden_states(self.model, self.spec.taps) as recorder:
@@ -88,8 +89,9 @@ class TransformersEngine:
         """Whether a document has the same states behind, and before, another one. far: the other one has a token at that
         position (which stands for a text of that length)."""
         ids = random_tokens(self.model, _SHORT + _LONG, seed=3)[0].cpu().numpy()
-        first, second, both = position_ids((_SHORT,)), position_ids((_LONG,)), position_ids((_SHORT, _LONG))
+        first, second, both = None, None, position_ids((_SHORT, _LONG))
         if far is not None:
+            first, second = position_ids((_SHORT,)), position_ids((_LONG,))
             second[-1] = both[-1] = far
         alone = [self._forward(ids[:_SHORT], first).final, self._forward(ids[_SHORT:], second).final]
         packed = self._forward(ids, both).final

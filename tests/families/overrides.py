@@ -41,6 +41,9 @@ _ASSISTANT = {  # no default for the text config, of which these four are demand
 }
 _ASSISTANT.pop("per_layer_config")
 
+# Half of the head is rotated, and the default has no sections for three axes of positions.
+_GLM_V = {"text_config.rope_parameters.mrope_section": [2, 1, 1], "text_config.rope_parameters.partial_rotary_factor": 0.5}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "CohereCompassForCausalLM": _COMPASS,
     "CohereCompassForConditionalGeneration": {f"text_config.{k}": v for k, v in _COMPASS.items()},
@@ -80,6 +83,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Ernie4_5_VLMoeForConditionalGeneration": {  # without a default; sums up to half the head size
         "text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
     },
+    "Glm4vForConditionalGeneration": _GLM_V,
+    "Glm4vMoeForConditionalGeneration": _GLM_V,
+    "Glm46VForConditionalGeneration": _GLM_V,
+    "GlmOcrForConditionalGeneration": _GLM_V,
+    "Zamba2ForCausalLM": {"attention_hidden_size": 128, "attention_head_dim": 32},  # twice the width
     "Granite4VisionForConditionalGeneration": {  # the default text config is a Llama's, which the class cannot use
         "text_config.model_type": "granite4_vision_text",
         "deepstack_layer_map": [],

@@ -34,7 +34,7 @@ RULES: list[tuple[str, Any]] = [
     (r"(mamba_)?(n|num)_heads|mamba_n_heads|mamba_num_heads", 2 * _HEADS),
     (r"mamba_(d_head|head_dim|headdim)", _HEAD),
     (r"n_groups|mamba_n_?groups", lambda n: min(n, 2)),
-    (r"mrope_section", [4, 2, 2]),
+    (r"(mrope|xdrope)_section", lambda section: [4, 2, 2] if len(section) == 3 else [2, 2, 2, 2]),
     (r"(attention_|swa_|global_|index_|resampler_|linear_|linear_key_|linear_value_)?head_dim", _HEAD),
     (r"kv_channels|d_kv|d_head|dim_head", _HEAD),
     (r"moe_intermediate_size|.*shared.*intermediate_size|expert_ffn_hidden_size|share_expert_dim|router_hidden_size", 32),
@@ -174,7 +174,7 @@ def _small(key: str, value: Any, special) -> Any:
         if isinstance(value, list):
             return [next(special) for _ in value]
         return next(special) if isinstance(value, int) and value >= 0 else value
-    if isinstance(value, int) or key == "mrope_section":
+    if isinstance(value, int) or key.endswith("rope_section"):
         rule = next((small for pattern, small in _RULES if pattern.fullmatch(key)), None)
         if rule is not None:
             return rule(value) if callable(rule) else rule
