@@ -163,10 +163,13 @@ class _Guesses:
     def contract(self, config: Any, num_layers: int) -> Contract:
         return Contract(())
 
-    def new_state(self, batch_size: int) -> None:
-        return None
+    def new_state(self, batch_size: int) -> _Guesses:
+        return self
 
-    def propose(self, state: None, rows: Committed, frozen: FrozenTarget, k: int) -> torch.Tensor:
+    def select(self, sequences: torch.Tensor) -> None:
+        """Nothing is kept of a sequence."""
+
+    def propose(self, state: _Guesses, rows: Committed, frozen: FrozenTarget, k: int) -> torch.Tensor:
         return torch.randint(self._vocab_size, (len(rows.valid), k), generator=self._draws)
 
 

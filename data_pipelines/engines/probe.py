@@ -65,7 +65,9 @@ def probe_logits(model: nn.Module) -> Finding:
     tail += [f"soft-cap {readout.softcap:g}"] if readout.softcap is not None else []
     carried = f" (carried: {', '.join(tail)})" if tail else ""
     if (seen := _later_tokens_seen(model)) > limit:
-        return Finding("logits", False, f"those of a token change by {seen:.2g} with later tokens: not causal", seen, limit)
+        return Finding(
+            "logits", False, f"those of a token change by {seen:.2g} with later tokens: not causal", seen, limit
+        )
     if error <= limit:
         return Finding("logits", True, f"the head of the normed final state{carried}", error, limit)
     return Finding(

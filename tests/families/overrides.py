@@ -42,7 +42,10 @@ _ASSISTANT = {  # no default for the text config, of which these four are demand
 _ASSISTANT.pop("per_layer_config")
 
 # Half of the head is rotated, and the default has no sections for three axes of positions.
-_GLM_V = {"text_config.rope_parameters.mrope_section": [2, 1, 1], "text_config.rope_parameters.partial_rotary_factor": 0.5}
+_GLM_V = {
+    "text_config.rope_parameters.mrope_section": [2, 1, 1],
+    "text_config.rope_parameters.partial_rotary_factor": 0.5,
+}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "CohereCompassForCausalLM": _COMPASS,
@@ -86,6 +89,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Glm4vForConditionalGeneration": _GLM_V,
     "Glm4vMoeForConditionalGeneration": _GLM_V,
     "Glm46VForConditionalGeneration": _GLM_V,
+    "HunYuanVLForConditionalGeneration": {  # no default
+        "text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}
+    },
     "GlmOcrForConditionalGeneration": _GLM_V,
     "Zamba2ForCausalLM": {"attention_hidden_size": 128, "attention_head_dim": 32},  # twice the width
     "Granite4VisionForConditionalGeneration": {  # the default text config is a Llama's, which the class cannot use

@@ -33,9 +33,14 @@ def _table(page: Path) -> str:
 def render(verdicts: list[Verdict]) -> str:
     counts = [sum(v.fits is fits for v in verdicts) for fits in (True, False, None)]
     summary = (
-        f"With transformers {transformers.__version__}, tiny random models of {len(verdicts)} families were tried: "
-        f"{counts[0]} fit (no logit is off by more than 1e-4), {counts[1]} are refused, {counts[2]} cannot be built where "
-        "this table was made."
+        f"With transformers {transformers.__version__}, a tiny random model of each of {len(verdicts)} families was tried: "
+        f"{counts[0]} fit, {counts[1]} are refused, {counts[2]} could not be built.\n\n"
+        "* **fits**: no logit of a producer and a rank is off by more than 1e-4 from the model's own; `?`: not built.\n"
+        "* **packs**: documents of a pack are computed together in one row, or one by one.\n"
+        "* **drafters**: those whose default shape can be trained for it.\n"
+        "* **judged**: speculative decoding with it works, so that a run can report acceptance.\n\n"
+        "Some columns may differ for a checkpoint whose shape differs; `draftsmith check-target` says. The table is written by\n"
+        "`python -m tests.families`."
     )
     ordered = sorted(verdicts, key=lambda v: (v.family.model_type, v.family.model_class))
     return "\n".join([summary, "", HEADER, *(v.line for v in ordered)])

@@ -77,5 +77,5 @@ def _notes(fit: Fit, findings: dict) -> str:
 def _plain(says: str) -> str:
     """Without figures that another machine may round in another way, and without what ends a cell of a table."""
     says = re.sub(r"off by \S+ of the largest from", "not", says)
-    says = re.sub(r" by \d[\d.e+-]*", "", says)
+    says = re.sub(r" by \d[\d.e+-]*%?", "", says)
     return " ".join(says.replace("|", "/").split())
