@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.initialization import no_init_weights
 
 from data_pipelines.conversations.rendering import stop_ids
 from data_pipelines.conversations.templates import check_template
@@ -141,7 +142,7 @@ def _why_not(name: str, target: Target, tokenizer: list[Any], tapped: bool, fit:
         taps = DRAFTERS[name].contract(config, target.config.num_hidden_layers).taps
         if taps and not tapped:
             return Finding(name, False, "it reads taps, and those of this target are not what they should be")
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             drafter = build_drafter(config, target.config, None)
         trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
         fit.memory_bytes[f"rank, {name}"] = _TRAINED_BYTES * trained
@@ -162,10 +163,13 @@ class _Guesses:
     def contract(self, config: Any, num_layers: int) -> Contract:
         return Contract(())
 
-    def new_state(self, batch_size: int) -> None:
-        return None
+    def new_state(self, batch_size: int) -> _Guesses:
+        return self
 
-    def propose(self, state: None, rows: Committed, frozen: FrozenTarget, k: int) -> torch.Tensor:
+    def select(self, sequences: torch.Tensor) -> None:
+        """Nothing is kept of a sequence."""
+
+    def propose(self, state: _Guesses, rows: Committed, frozen: FrozenTarget, k: int) -> torch.Tensor:
         return torch.randint(self._vocab_size, (len(rows.valid), k), generator=self._draws)
 
 

@@ -64,8 +64,8 @@ def _or_none(get) -> nn.Module | None:
 
 def _decoder(model: nn.Module, embedding: nn.Module | None) -> tuple[nn.Module, nn.ModuleList] | None:
     """The module that owns as many layers as the text config says, and its list of them. Other towers may have as many:
-    the decoder is the one that holds the embedding, or else the outermost."""
-    depth = text_config(model.config).num_hidden_layers
+    the decoder is the innermost one that holds the embedding, or else the outermost."""
+    depth = getattr(text_config(model.config), "num_hidden_layers", None)
     owners = []
     for module in model.modules():
         lists = [m for m in module.children() if isinstance(m, nn.ModuleList) and len(m) == depth]
@@ -74,7 +74,7 @@ def _decoder(model: nn.Module, embedding: nn.Module | None) -> tuple[nn.Module, 
     holding = [
         (m, layers) for m, layers in owners if embedding is not None and any(x is embedding for x in m.modules())
     ]
-    return next(iter(holding or owners), None)
+    return holding[-1] if holding else next(iter(owners), None)
 
 
 def _final_norm(decoder: nn.Module) -> nn.Module | None:

@@ -64,11 +64,25 @@ def probe_logits(model: nn.Module) -> Finding:
     tail += ["bias"] if readout.bias is not None else []
     tail += [f"soft-cap {readout.softcap:g}"] if readout.softcap is not None else []
     carried = f" (carried: {', '.join(tail)})" if tail else ""
+    if (seen := _later_tokens_seen(model)) > limit:
+        return Finding(
+            "logits", False, f"those of a token change by {seen:.2g} with later tokens: not causal", seen, limit
+        )
     if error <= limit:
         return Finding("logits", True, f"the head of the normed final state{carried}", error, limit)
     return Finding(
         "logits", False, f"off by {error:.2g} of the largest from the head of the normed final state", error, limit
     )
+
+
+def _later_tokens_seen(model: nn.Module) -> float:
+    """How much other later tokens change a token's logits: the median over the earlier tokens, of which rounding may send
+    one to another expert."""
+    half = _TOKENS // 2
+    ids, others = random_tokens(model, _TOKENS, seed=5), random_tokens(model, half, seed=6)
+    texts = (ids, torch.cat([ids[:, :half], others], dim=1))
+    one, other = (model(input_ids=text, use_cache=False).logits[0, :half].float() for text in texts)
+    return float((one - other).abs().amax(-1).median() / one.abs().max().clamp(min=1e-12))
 
 
 def probe_taps(model: nn.Module) -> Finding:

@@ -134,7 +134,7 @@ def _numbers(config) -> Iterator[tuple[str, float]]:
             if isinstance(value, dict):
                 yield from walk(value)
             elif isinstance(value, int | float) and not isinstance(value, bool):
-                yield key, value
+                yield str(key), value
 
     yield from walk(config.to_dict())
     own = {name for name in dir(type(config)) if isinstance(getattr(type(config), name, None), property)}

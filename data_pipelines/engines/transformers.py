@@ -8,7 +8,7 @@ from torch import nn
 
 from ..features import Features, FeatureSpec, check_values
 from ..packing import position_ids
-from .anatomy import anatomy, length_limit, tap_hidden_states
+from .anatomy import anatomy, length_limit, tap_hidden_states, text_config
 from .probe import Finding, probe, refuse_misfits
 from .readout import error_limit, random_tokens, relative_error
 from .targets import Target
@@ -22,7 +22,8 @@ class TransformersEngine:
     transformers derives the block-diagonal causal mask from those position ids. On construction the target is probed
     (`probe`), and short documents are computed packed and alone. If they do not agree, the architecture ignores the
     boundaries (gpt-oss in transformers 5.19, linear attention), and its packs are computed document by document. So are
-    packs with a long document if the RoPE factors of a row depend on its longest document.
+    packs with a long document if the RoPE factors of a row depend on its longest document, and packs longer than a chunk if
+    attention stays within chunks (Llama 4), which transformers counts from the start of the row.
     Raises UserError when the target is not what it is taken for.
     """
 
@@ -34,6 +35,7 @@ class TransformersEngine:
         self._decoder = anatomy(self.model).decoder
         self._device = next(self.model.parameters()).device
         self._limit = length_limit(self.model.config)
+        self._chunk = getattr(text_config(self.model.config), "attention_chunk_size", None)
         self._packs = self._keeps_apart()
         self._long_packs = self._packs and self._limit is None
         longest = getattr(target.config, "max_position_embeddings", None)
@@ -48,12 +50,16 @@ class TransformersEngine:
         if not self._long_packs:
             says = f"packed; one by one if a document has {self._limit:,} tokens or more (RoPE depends on the longest)"
             return Finding("packing", True, says)
+        if self._chunk is not None:
+            says = f"packed; one by one in packs of over {self._chunk:,} tokens (attention is chunked along the row)"
+            return Finding("packing", True, says)
         return Finding("packing", True, "packed documents are computed as if alone")
 
     @torch.no_grad()  # not inference_mode: the trainer differentiates through functions of these tensors
     def compute(self, input_ids: np.ndarray, lengths: tuple[int, ...]) -> Features:
         reaches = self._limit is not None and max(lengths) >= self._limit
-        if self._long_packs or (self._packs and not reaches):
+        chunked = self._chunk is not None and len(input_ids) > self._chunk
+        if (self._long_packs or (self._packs and not reaches)) and not chunked:
             features = self._forward(input_ids, position_ids(lengths))
         else:
             ends = np.cumsum(lengths)
@@ -66,11 +72,12 @@ class TransformersEngine:
         if not self._long_packs and self._limit is not None and len(input_ids) >= self._limit:
             # RoPE that grows with the text remembers the longest one so far; a short one makes it forget.
             self._forward(input_ids[:1], position_ids((1,)))
-        return self._forward(input_ids, position_ids((len(input_ids),)))
+        return self._forward(input_ids, None)
 
-    def _forward(self, input_ids: np.ndarray, positions: np.ndarray) -> Features:
+    def _forward(self, input_ids: np.ndarray, positions: np.ndarray | None) -> Features:
+        """positions: None for those that the family itself counts for one text (Kosmos begins with 2)."""
         ids, positions = (
-            torch.from_numpy(np.asarray(values, dtype=np.int64))[None].to(self._device)
+            None if values is None else torch.from_numpy(np.asarray(values, dtype=np.int64))[None].to(self._device)
             for values in (input_ids, positions)
         )
         with tap_hidden_states(self.model, self.spec.taps) as recorder:
@@ -82,8 +89,9 @@ class TransformersEngine:
         """Whether a document has the same states behind, and before, another one. far: the other one has a token at that
         position (which stands for a text of that length)."""
         ids = random_tokens(self.model, _SHORT + _LONG, seed=3)[0].cpu().numpy()
-        first, second, both = position_ids((_SHORT,)), position_ids((_LONG,)), position_ids((_SHORT, _LONG))
+        first, second, both = None, None, position_ids((_SHORT, _LONG))
         if far is not None:
+            first, second = position_ids((_SHORT,)), position_ids((_LONG,))
             second[-1] = both[-1] = far
         alone = [self._forward(ids[:_SHORT], first).final, self._forward(ids[_SHORT:], second).final]
         packed = self._forward(ids, both).final
