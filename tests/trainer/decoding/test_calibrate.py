@@ -9,15 +9,16 @@ import pytest
 import torch
 from speculators import SpeculatorModelConfig
 
+from data_pipelines.conversations.rows import read_rows
 from data_pipelines.engines.anatomy import tap_hidden_states
 from data_pipelines.errors import UserError
 from launch.cli import main
-from tests.trainer.decoding.test_dflash_chain import COMMON, NEW, K, texts, trained  # noqa: F401
+from tests.trainer.decoding.test_dflash_chain import COMMON, NEW, K, trained
 from tests.trainer.decoding.test_eagle3_chain import eos, frozen, model, prompts  # noqa: F401
 from trainer.config import load_config, save_config
 from trainer.decoding.calibrate import calibrate_run, halve
-from trainer.decoding.chain import decode_chain
-from trainer.decoding.evaluate import Prompt
+from trainer.decoding.chain import decode_chain, decode_plain
+from trainer.decoding.evaluate import Prompt, render_prompts
 from trainer.drafters import build_drafter
 from trainer.drafters.base import Committed
 from trainer.drafters.dspark import DSparkConfig
@@ -28,9 +29,14 @@ SMALL = ["evaluate.max_prompts=40", "evaluate.max_new_tokens=48", "evaluate.batc
 
 
 @pytest.fixture(scope="module")
-def drafter(tiny_target, model, frozen, prompts, texts):  # noqa: F811
+def drafter(tiny_target, model, frozen):  # noqa: F811
+    """On answers to prompts of the kind that it is judged on, so that some drafts there are right and some wrong."""
+    rows = list(read_rows("builtin:prompts", 24, 0))
+    rendered, _ = render_prompts(rows, tiny_target.load_tokenizer(), 256)
+    asked = [list(prompt.tokens) for prompt in rendered]
+    answers = [answer.tokens for answer in decode_plain(model, asked, max_new_tokens=48)]
     config = DSparkConfig(**COMMON, block_size=K, markov_rank=16)
-    return trained(config, tiny_target, model, frozen, prompts, texts)
+    return trained(config, tiny_target, model, frozen, asked, answers)
 
 
 @pytest.fixture
