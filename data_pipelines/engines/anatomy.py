@@ -33,7 +33,7 @@ def anatomy(model: nn.Module) -> Anatomy:
 
     Raises UserError for an architecture in which they cannot be told.
     """
-    embedding, head = _or_none(model.get_input_embeddings), _or_none(model.get_output_embeddings)
+    embedding, head = _own_or_nested(model, "get_input_embeddings"), _own_or_nested(model, "get_output_embeddings")
     found = _decoder(model, embedding)
     final_norm = found and _final_norm(found[0])
     missing = [
@@ -55,11 +55,16 @@ def anatomy(model: nn.Module) -> Anatomy:
     return Anatomy(decoder, layers, final_norm, embedding, head)
 
 
-def _or_none(get) -> nn.Module | None:
-    try:
-        return get()
-    except (NotImplementedError, AttributeError):  # a family without such a part
-        return None
+def _own_or_nested(model: nn.Module, getter: str) -> nn.Module | None:
+    """What a model says of itself, or else the first model inside it that says something (a wrapper may not know)."""
+    for part in model.modules():
+        try:
+            found = getattr(part, getter)()
+        except (NotImplementedError, AttributeError):  # a family without such a part
+            continue
+        if found is not None and (part is model or isinstance(found, nn.Embedding | nn.Linear)):
+            return found
+    return None
 
 
 def _decoder(model: nn.Module, embedding: nn.Module | None) -> tuple[nn.Module, nn.ModuleList] | None:

@@ -177,12 +177,17 @@ def without_layers(config):
     for part in [config, *nested]:
         depth = getattr(part, "num_hidden_layers", None) or 0
         for key, value in list(vars(part).items()):
-            if "layer" in key and isinstance(value, list) and depth and len(value) == depth:  # layer_types and the like
+            if "layer" in key and isinstance(value, list) and _per_layer(value, depth):
                 setattr(part, key, [])
         for key in ("num_hidden_layers", "depth"):
             if isinstance(getattr(part, key, None), int):
                 setattr(part, key, 0)
     return config
+
+
+def _per_layer(values: list, depth: int) -> bool:
+    """Whether a list has one entry for each layer (layer_types) or names some of them (hybrid_layer_ids)."""
+    return depth > 0 and (len(values) == depth or all(type(i) is int and 0 <= i < depth for i in values))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -89,11 +89,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Glm4vForConditionalGeneration": _GLM_V,
     "Glm4vMoeForConditionalGeneration": _GLM_V,
     "Glm46VForConditionalGeneration": _GLM_V,
+    "Mistral4ForCausalLM": {"head_dim": 32},  # both parts of a query's head, half of which is rotated
     "HunYuanVLForConditionalGeneration": {  # no default
         "text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}
     },
     "GlmOcrForConditionalGeneration": _GLM_V,
-    "Zamba2ForCausalLM": {"attention_hidden_size": 128, "attention_head_dim": 32},  # twice the width
+    "Zamba2ForCausalLM": {  # twice the width; the layers that share weights have to be the list's hybrid ones
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid"],
+        "hybrid_layer_ids": [2],
+    },
     "Granite4VisionForConditionalGeneration": {  # the default text config is a Llama's, which the class cannot use
         "text_config.model_type": "granite4_vision_text",
         "deepstack_layer_map": [],

@@ -39,8 +39,8 @@ def render(verdicts: list[Verdict]) -> str:
         "* **packs**: documents of a pack are computed together in one row, or one by one.\n"
         "* **drafters**: those whose default shape can be trained for it.\n"
         "* **judged**: speculative decoding with it works, so that a run can report acceptance.\n\n"
-        "Some columns may differ for a checkpoint whose shape differs; `draftsmith check-target` says. The table is written\n"
-        "by `python -m tests.families`."
+        "A checkpoint of another shape may differ; `draftsmith check-target` says. The table is written by\n"
+        "`python -m tests.families`."
     )
     ordered = sorted(verdicts, key=lambda v: (v.family.model_type, v.family.model_class))
     return "\n".join([summary, "", HEADER, *(v.line for v in ordered)])
