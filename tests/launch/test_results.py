@@ -19,7 +19,7 @@ from trainer.decoding.judges import NotJudged
 
 TRAINED = {
     "world_size": 1, "steps": 3, "packs": 6, "tokens": 1500, "seconds": 2.0, "tokens_per_second": 750.0,
-    "wait_fraction": 0.1, "loss": {"first": 3.0, "last": 2.0}, "weights_sha256": "0" * 64,
+    "wait_fraction": 0.1, "loss": {"first": 3.0, "last": 2.0}, "trained_share": 1.0, "weights_sha256": "0" * 64,
 }  # fmt: skip
 NUMBERS = {
     "acceptance_length": 1.5, "rounds": 7, "tokens": 11, "prefix_rate": [0.5, None], "conditional_rate": [0.5, 0.2],
@@ -32,7 +32,8 @@ def setup(tmp_path):
     config = load_config("ci_eagle3", [f"run_dir={tmp_path}", "source=colocated"])
     (tmp_path / "training.json").write_text(json.dumps(TRAINED))
     target = SimpleNamespace(name="tests/target", fingerprint="f", path="/models/target")
-    return SimpleNamespace(config=config, run_dir=tmp_path, identity={"seed": 0}, target=target)
+    changes = SimpleNamespace(possible=frozenset())
+    return SimpleNamespace(config=config, run_dir=tmp_path, identity={"seed": 0}, changes=changes, target=target)
 
 
 def judging(monkeypatch, outcome):
