@@ -98,7 +98,14 @@ class Target:
         return digest.hexdigest()[:16]
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(self.path)
+        try:
+            return AutoTokenizer.from_pretrained(self.path)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise UserError(
+                f"the target's tokenizer cannot be loaded: {first_line(error)}",
+                where=self.path,
+                fix="it needs tokenizer.json beside config.json; was the download cut short?",
+            ) from error
 
     def load_model(self, dtype: torch.dtype, device_map: dict[str, str] | None = None) -> PreTrainedModel:
         """The whole target, frozen, in eval mode, on the GPU if there is one. device_map: where each module goes instead."""
@@ -136,12 +143,6 @@ class Target:
             )
 
     def _load(self, config, dtype: torch.dtype, **options) -> tuple[PreTrainedModel, dict]:
-        if not weight_files(Path(self.path)):
-            raise UserError(
-                "the target's folder holds no weights",
-                where=self.path,
-                fix="it needs *.safetensors or *.bin beside config.json; was the download cut short?",
-            )
         verbosity = transformers_logging.get_verbosity()
         transformers_logging.set_verbosity_error()  # keys of other parts are unexpected, on purpose
         transformers_logging.disable_progress_bar()
@@ -222,6 +223,12 @@ def resolve_target(config: TargetConfig) -> Target:
     if folder.is_dir():
         if not (folder / "config.json").exists():
             raise UserError("the target's folder holds no config.json", where=str(folder))
+        if not weight_files(folder):
+            raise UserError(
+                "the target's folder holds no weights",
+                where=str(folder),
+                fix="it needs *.safetensors or *.bin beside config.json; was the download cut short?",
+            )
         return Target(str(folder.resolve()), str(folder.resolve()))
     if folder.is_absolute() or not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path):
         raise UserError(

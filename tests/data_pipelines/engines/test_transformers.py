@@ -150,10 +150,14 @@ def test_a_folder_without_a_model(tmp_path):
 
 def test_a_folder_without_weights(tmp_path):
     LlamaConfig(**SIZES).save_pretrained(tmp_path)
-    target = resolve_target(TargetConfig(path=str(tmp_path)))
-    for load in (target.load_model, target.load_tail):
-        with pytest.raises(UserError, match="holds no weights"):
-            load(torch.float32)
+    with pytest.raises(UserError, match="holds no weights"):
+        resolve_target(TargetConfig(path=str(tmp_path)))
+
+
+def test_a_target_without_a_tokenizer(tmp_path):
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="tokenizer cannot be loaded"):
+        resolve_target(TargetConfig(path=str(tmp_path))).load_tokenizer()
 
 
 def test_weights_in_another_format_count_in_the_fingerprint(tmp_path):
