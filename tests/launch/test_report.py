@@ -14,8 +14,8 @@ def summary(before: float | None, after: float | None, *, share: float | None = 
     return {
         "recipe": "r", "target": "t", "drafter": "eagle3", "world_size": 1, "producers": 0, "steps": 3, "packs": 12,
         "tokens": 100, "seconds": 10.0, "tokens_per_second": 10.0, "wait_fraction": 0.0, "weights_sha256": "0" * 64,
-        "loss": {"first": loss, "last": loss}, "trained_share": share, "lossless": True, "export": "export", "not_judged": None,
-        "acceptance": dict(zip(("before", "after"), judged)),
+        "loss": {"first": loss, "last": loss}, "trained_share": share, "lossless": True, "export": "export",
+        "not_judged": None, "acceptance": dict(zip(("before", "after"), judged)),
     }  # fmt: skip
 
 
