@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo smoke test cluster identity chaos soak bench-stream scale gpu lint format clean
+.PHONY: help setup setup-test demo smoke test families cluster identity chaos soak bench-stream scale gpu lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ smoke: setup-test  ## the whole pipeline on a tiny target, once for every drafte
 
 test: setup-test  ## all tests, three files at a time: many of them wait for processes
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+families: setup-test  ## every family of transformers, tiny: exact, or refused in words (4 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m families tests/families
 
 cluster: setup-test  ## several machines on this one: two nodes in network namespaces, and a real Slurm (as root, else skipped)
 	@$(BIN)/python -m pytest -m cluster -v -rA tests/launch/nodes tests/launch/slurm
