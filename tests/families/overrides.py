@@ -22,6 +22,9 @@ _GEMMA4 = {
 _COMPASS = {  # the class has no default for the RoPE of a kind of layers
     "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
 }
+_QWEN_VL = {  # the class has no default; sums up to half the head size
+    "text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+}
 _QWEN4 = {  # published configs give the indexer's shape, the class does not
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -86,6 +89,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Ernie4_5_VLMoeForConditionalGeneration": {  # without a default; sums up to half the head size
         "text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
     },
+    "Qwen2VLForConditionalGeneration": _QWEN_VL,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN_VL,
+    "Qwen2_5OmniThinkerForConditionalGeneration": _QWEN_VL,
+    "PaddleOCRVLForConditionalGeneration": _QWEN_VL,
     "Glm4vForConditionalGeneration": _GLM_V,
     "Glm4vMoeForConditionalGeneration": _GLM_V,
     "Glm46VForConditionalGeneration": _GLM_V,
