@@ -138,9 +138,9 @@ class Watch:
     def _stuck_while_loading(self, child: Child, process: subprocess.Popen, now: float) -> str:
         """Of whoever has not been heard of yet: whether it no longer uses the processor.
 
-        torchrun itself does not count, since it looks after its ranks all the time. Producers and ranks that find no
-        ledger wait for it. Of another machine's processor nothing is known: who loads there is given the time that it
-        takes.
+        torchrun itself counts until it has started its ranks: afterwards it looks after them all the time. Producers and
+        ranks that find no ledger wait for it. Of another machine's processor nothing is known: who loads there is given
+        the time that it takes.
         """
         if child.role.elsewhere:
             return ""
@@ -149,7 +149,7 @@ class Watch:
             return ""
         family = [pid for pid, _ in descendants(process.pid)]
         begun = [one.pid for one in heard.values()]
-        loading = [pid for pid in (family if is_trainer else [process.pid, *family]) if pid not in begun]
+        loading = [pid for pid in (family if is_trainer and family else [process.pid, *family]) if pid not in begun]
         used = self._cpu(loading)
         since, before = self._loading.get(process.pid, (now, float("-inf")))
         if abs(used - before) >= _CPU_OF_LIFE:
