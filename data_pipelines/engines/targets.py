@@ -151,9 +151,8 @@ class Target:
                 self.path, config=config, dtype=dtype, output_loading_info=True, **options
             )
         except (OSError, ValueError, ImportError, RuntimeError, KeyError, AttributeError, TypeError) as error:
-            raise UserError(
-                f"transformers cannot load this {config.model_type}: {first_line(error)}", where=self.path
-            ) from error
+            why = first_line(error).replace(self.path, "its folder")
+            raise UserError(f"transformers cannot load this {config.model_type}: {why}", where=self.path) from error
         finally:
             transformers_logging.set_verbosity(verbosity)
         return model.eval().requires_grad_(False), info
