@@ -19,10 +19,7 @@ from trainer.fit import Fit, check_target
 
 
 def command(arguments: argparse.Namespace) -> int:
-    kinds = ("tiny", "smollm2_135m")
-    name = arguments.target
-    config = TargetConfig(kind=name) if name in kinds else TargetConfig(kind="hf", path=name)
-    target = resolve_target(config)
+    target = resolve_target(TargetConfig.named(arguments.target))
     dtype = _dtype(target) if arguments.dtype == "auto" else resolve_dtype(arguments.dtype)
     fit = check_target(target, dtype)
     if arguments.json:

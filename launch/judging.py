@@ -11,8 +11,6 @@ from data_pipelines.errors import UserError
 
 from .results import domains
 
-_KINDS = ("tiny", "smollm2_135m")  # targets that need no path
-
 
 def command(arguments: argparse.Namespace) -> None:
     from data_pipelines.engines import resolve_target
@@ -29,8 +27,7 @@ def command(arguments: argparse.Namespace) -> None:
     prompts = arguments.prompts
     if prompts and not prompts.startswith(("builtin:", "hf:")) and not Path(prompts).exists():
         raise UserError(f"--prompts {prompts} does not exist", fix="name a .jsonl file of rows with `messages`")
-    kind = arguments.target if arguments.target in _KINDS else "hf"
-    target = resolve_target(TargetConfig(kind=kind, path="" if kind != "hf" else arguments.target))
+    target = resolve_target(TargetConfig.named(arguments.target))
     judged = judge_saved(target, arguments.draft, EvaluateConfig(**asked), arguments.seed, arguments.draft_tokens)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(judged, indent=1) + "\n")

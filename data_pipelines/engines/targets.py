@@ -51,6 +51,11 @@ class TargetConfig:
         if self.kind == "hf" and not self.path:
             raise UserError("target=hf needs a model", fix="add target.path=<hub id or directory>")
 
+    @classmethod
+    def named(cls, name: str) -> TargetConfig:
+        """What a command line calls a target: a hub id, a directory, or one of the kinds that need no path."""
+        return cls(kind=name) if name in ("tiny", "smollm2_135m") else cls(kind="hf", path=name)
+
 
 @dataclass(frozen=True)
 class Target:
