@@ -87,6 +87,14 @@ def test_who_stops_loading_is_noticed(world: World) -> None:
     assert world.rank in world.asked_of and world.trainer.process.pid not in world.asked_of
 
 
+def test_torchrun_itself_counts_until_it_has_a_rank(world: World, monkeypatch) -> None:
+    monkeypatch.setattr(watch, "descendants", lambda pid: [])  # it still imports
+    assert world.pass_time(100) == []
+    assert world.trainer.process.pid in world.asked_of
+    world.busy = False
+    assert "trainer: it had not begun and did nothing for 11 s" in world.pass_time(11)
+
+
 def test_a_rank_that_stops_loading_beside_one_that_trains(world: World) -> None:
     world.watch._world_size = 2
     world.busy = False

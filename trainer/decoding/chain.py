@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from data_pipelines.engines.anatomy import text_config
+from data_pipelines.engines.anatomy import length_limit, text_config
 from data_pipelines.errors import UserError
 
 from ..drafters.base import Committed, Drafter
@@ -85,8 +85,13 @@ def decode_chain(
 
 
 def context_limit(model: nn.Module) -> int | None:
-    """The most tokens that the model can hold, prompt and text together; None when its config does not say."""
-    return getattr(text_config(model.config), "max_position_embeddings", None)
+    """The most tokens that a judged text may have, prompt and answer together; None when the config does not say.
+
+    That is what the model can hold, and less for a RoPE whose factors change with the length: kept keys and the keys of
+    a new forward would then differ.
+    """
+    limits = (getattr(text_config(model.config), "max_position_embeddings", None), length_limit(model.config))
+    return min((limit for limit in limits if limit), default=None)
 
 
 class _Decoding:

