@@ -90,20 +90,30 @@ def lines(path: Path) -> list[dict]:
 # A real server
 
 
-def test_a_real_server_gives_the_answers_that_the_target_gives_here(tmp_path, tiny_target, real) -> None:
-    rows = talks(12)
+def test_a_real_server_gives_the_answers_that_the_target_gives_here(tmp_path, tiny_target, real, tokenizer) -> None:
+    """A conversation is compared up to where this server tells less than the target wrote: it leaves special tokens out
+    of its text, and takes an answer whose end is its last allowed token for a cut one. How often the tiny target writes
+    such answers depends on the machine that trained it.
+    """
+    rows = talks(24)
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     done = ask(rows, tmp_path / "there.jsonl", tiny_target, real.url, model=tiny_target.path)
     regenerate(lambda: rows, Greedy(tiny_target, max_new_tokens=LIMIT, batch_size=1), tmp_path / "here.jsonl")
-    pairs = list(zip(lines(tmp_path / "there.jsonl"), lines(tmp_path / "here.jsonl")))
-    for message in [message for _, here in pairs for message in here["messages"]]:
-        assert ("token_ids" in message) == (message["role"] == "assistant")
-        message.pop("token_ids", None)  # this server does not say them
-    # This server leaves special tokens out of its text, which the tiny target writes now and then.
-    plain = [(there, here) for there, here in pairs if "<|" not in json.dumps(here)]
-    assert len(plain) >= 10 and any(len(here["messages"]) == 6 for _, here in plain)
-    assert [there for there, _ in plain] == [here for _, here in plain]
-    assert {here["finish_reason"] for _, here in plain} == {"stop", "length"}
-    assert (done.rows, done.answered, done.resumed, done.refused) == (12, 12, 0, {})
+    whole, answers = 0, []
+    for there, here in zip(lines(tmp_path / "there.jsonl"), lines(tmp_path / "here.jsonl"), strict=True):
+        for theirs, ours in zip(there["messages"], here["messages"]):
+            ids = ours.pop("token_ids", [])
+            assert bool(ids) == (ours["role"] == "assistant")
+            ends_at_limit = len(ids) == LIMIT and ids[-1] == tokenizer.eos_token_id
+            if ids and (ends_at_limit or any(token in ours["content"] for token in special)):
+                break
+            assert theirs == ours
+            answers += [ours["content"]] if ids else []
+        else:
+            assert there == here
+            whole += 1
+    assert whole and len(set(answers)) >= 3, (whole, answers)
+    assert (done.rows, done.answered, done.resumed, done.refused) == (24, 24, 0, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here.jsonl", "there.jsonl"]
 
 
