@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo smoke test families cluster identity chaos soak bench-stream scale gpu lint format clean
+.PHONY: help setup setup-test demo smoke test faults families cluster identity chaos soak bench-stream scale gpu lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,7 +22,10 @@ smoke: setup-test  ## the whole pipeline on a tiny target, once for every drafte
 	@$(BIN)/python -m pytest -m smoke -v -rA tests/launch/test_smoke.py
 
 test: setup-test  ## all tests, three files at a time: many of them wait for processes
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+faults: setup-test  ## processes killed, frozen, cut off, out of disk: nothing is lost, the weights are the same
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m faults tests
 
 families: setup-test  ## every family of transformers, tiny: exact, or refused in words (4 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m families tests/families

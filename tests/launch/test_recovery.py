@@ -15,6 +15,8 @@ from launch.cli import main
 
 from .runs import ROOT, read_summary, started, steps, wait_for
 
+pytestmark = pytest.mark.faults
+
 QUICK = ["evaluate=none", "cluster.hang_seconds=5", "source.lease_seconds=5"]
 Finished = tuple[Path, subprocess.CompletedProcess]
 

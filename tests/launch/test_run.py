@@ -80,6 +80,7 @@ def test_a_finished_run_is_not_run_again(finished: tuple[Path, subprocess.Comple
     assert read_summary(run_dir) == before
 
 
+@pytest.mark.faults
 def test_interrupted_at_any_time_it_ends_whole_and_goes_on_to_the_same_weights(
     finished: tuple[Path, subprocess.CompletedProcess], tmp_path: Path
 ) -> None:
@@ -130,6 +131,7 @@ def test_later_epochs_from_the_cache_give_the_weights_of_the_stream(tmp_path: Pa
     assert 0 < len(stored) < read_summary(tmp_path / "hybrid")["packs"]  # fewer were streamed than trained on
 
 
+@pytest.mark.faults
 def test_children_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
     with started(run_dir) as (launcher, _):

@@ -25,6 +25,8 @@ from trainer.setup import prepare_run
 from .running import RECIPE, ROOT, metrics, packs_by_step, result, start, train
 from .test_checkpoint import flip_a_bit
 
+pytestmark = pytest.mark.faults
+
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_resumed_at_another_world_size_it_trains_on_the_same_packs(undisturbed, two_ranks, tmp_path, before, after):

@@ -51,6 +51,7 @@ def test_two_ranks_follow_the_same_loss(undisturbed, two_ranks):
     assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-2)  # global, not of a local shard
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_after_a_checkpoint_and_resumed_the_weights_are_the_undisturbed_ones(
     undisturbed, two_ranks, tmp_path, ranks
@@ -74,6 +75,7 @@ def test_killed_after_a_checkpoint_and_resumed_the_weights_are_the_undisturbed_o
     assert [[r[k] for k in stable] for r in metrics(tmp_path)] == [[r[k] for k in stable] for r in metrics(reference)]
 
 
+@pytest.mark.faults
 def test_sigterm_checkpoints_and_says_so(undisturbed, tmp_path):
     process = start(tmp_path, "checkpoint.every=0", plain=True)
     while not (tmp_path / "metrics.jsonl").exists() or len(metrics(tmp_path)) < 2:
@@ -99,6 +101,7 @@ def test_a_stream_without_a_ledger_says_how_to_get_one(tmp_path):
     assert "needs a ledger" in said and "source=colocated" in said and "Traceback" not in said
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of bounded size needs root")
 def test_a_full_disk_while_checkpointing_stops_the_run_and_spoils_nothing(undisturbed, tmp_path):
     """A real file system that is too small for a second checkpoint: the first stays whole, and the run can go on."""

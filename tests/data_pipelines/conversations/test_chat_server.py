@@ -117,6 +117,7 @@ def test_a_real_server_gives_the_answers_that_the_target_gives_here(tmp_path, ti
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here.jsonl", "there.jsonl"]
 
 
+@pytest.mark.faults
 def test_faults_on_the_way_change_nothing(tmp_path, tiny_target, real) -> None:
     rows = talks(30)
     ask(rows, tmp_path / "calm.jsonl", tiny_target, real.url, model=tiny_target.path)
@@ -132,6 +133,7 @@ def test_faults_on_the_way_change_nothing(tmp_path, tiny_target, real) -> None:
     assert (tmp_path / "rough.jsonl").read_text() == (tmp_path / "calm.jsonl").read_text()
 
 
+@pytest.mark.faults
 def test_killed_ten_times_every_row_is_there_once(tmp_path, tiny_target, real) -> None:
     """Real processes, killed by SIGKILL at random points of their work, through a network that fails besides."""
     rows = talks(60)

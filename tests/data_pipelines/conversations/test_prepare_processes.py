@@ -19,6 +19,8 @@ from data_pipelines.conversations.config import DataConfig
 from data_pipelines.conversations.prepare import Prepared, prepare
 from data_pipelines.conversations.readers import BLOCK_ROWS
 
+pytestmark = pytest.mark.faults
+
 SCRIPT = """
 import sys
 from pathlib import Path

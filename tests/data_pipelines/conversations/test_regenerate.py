@@ -138,6 +138,7 @@ def interrupt_after(batches: int, monkeypatch) -> None:
     monkeypatch.setattr(Greedy, "_answer", answer)
 
 
+@pytest.mark.faults
 def test_killed_and_started_again_it_goes_on(tmp_path, tiny_target, monkeypatch):
     """A real process, killed by SIGKILL in the middle, its last line then left half-written; interrupted once more."""
     source, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"

@@ -28,6 +28,8 @@ from .conftest import LedgerProcess, LedgerThread, producer_thread, wait_until
 from .rogue import LEASES_LEFT_TO_END, REASONS, Rogue
 from .stand import Stand
 
+pytestmark = pytest.mark.faults
+
 MIB = 1024**2
 LEASE_SECONDS = 3.0
 SLOW_SECONDS = 0.3

@@ -26,6 +26,8 @@ from .conftest import TOKEN, LedgerProcess, wait_until
 from .lone_rank import PACKS, digest
 from .stand import ROOT, Stand, Worker
 
+pytestmark = pytest.mark.faults
+
 MIB = 1024**2
 LEASE_SECONDS = 3.0
 
