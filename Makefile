@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo smoke test faults families cluster identity chaos soak bench-stream scale gpu lint format clean
+.PHONY: help setup setup-test demo smoke test faults families cluster identity chaos soak bench-stream scale gpu docs lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ scale: setup-test  ## every parallel mode on 1, 2 and 4 ranks: the same run? wha
 
 gpu: setup-test  ## on a machine with a GPU: the 8B recipes' drafters (tokens/s, MFU, memory), then the demo (under 10 minutes)
 	@$(BIN)/python -m tests.benchmarks.gpu
+
+docs: setup-test  ## the documentation as a site, in build/docs; a link that leads nowhere stops it
+	@$(BIN)/python -m sphinx -W --keep-going -q docs build/docs && echo build/docs/index.html
 
 lint: setup-test  ## ruff: rules and formatting
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv: `setup.sh run` what a run needs, `setup.sh test` what the tests need on top. Called by the Makefile.
+# Makes .venv: `setup.sh run` what a run needs, `setup.sh test` what the tests and the documentation need on top. Called by
+# the Makefile.
 #
 # The same pyproject.toml serves both kinds of machine: where there is an NVIDIA GPU the extra `cuda` is installed, else
 # `cpu`. PyPI's torch for Linux is a CUDA build of gigabytes; where the configured package index would give that one to a
@@ -136,7 +137,7 @@ install_run() {
 
 install_test() {
   say "installing what the tests need"
-  pip install -e ".[$KIND,demo,deepspeed,test]"
+  pip install -e ".[$KIND,demo,deepspeed,test,docs]"
   # With its dependencies it would bring torchvision and torchaudio, whose CUDA builds break beside a CPU torch.
   pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
   # vLLM's smallest wheel, unpacked nowhere: a test reads the files in it that map drafters' configs, which are pure Python.

@@ -195,8 +195,10 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def again(self, function: Callable, *args: Any) -> Any:
-        """function(*args), with what it would keep for the backward made again there if `recompute`. It has to be a
-        function of its arguments alone."""
+        """`function(*args)`; with `recompute`, what it would keep for the backward is computed again there.
+
+        The function has to be one of its arguments alone.
+        """
         if not (self.recompute and torch.is_grad_enabled()):
             return function(*args)
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
