@@ -28,7 +28,7 @@ def begin_from(given: DrafterConfig, target: Target) -> tuple[DrafterConfig, Sav
     theirs = saved.config
     if theirs.name != given.name:
         raise UserError(
-            f"drafter={given.name}, and drafter.init={given.init} is a {theirs.name} drafter",
+            f"drafter={given.name}, but what drafter.init={given.init} holds is {theirs.name}",
             fix=f"use drafter={theirs.name}, or another init",
         )
     own = saved.head is not None and saved.has_own_head(FrozenTarget.load(target, saved.head.dtype))
