@@ -146,7 +146,7 @@ def test_keys_that_were_given_and_contradict_the_export_are_refused_naming_both(
 
 
 def test_another_kind_and_another_set_of_heads_are_refused(trained, theirs, tmp_path):
-    with pytest.raises(UserError, match=r"drafter=dflash, and drafter\.init=.* holds is eagle3"):
+    with pytest.raises(UserError, match=r"drafter=dflash, but what drafter\.init=.* holds is eagle3"):
         setup_of(tmp_path, f"drafter.init={trained}", recipe="ci_dflash")
     init = f"drafter.init={theirs['dspark']}"
     with pytest.raises(UserError, match=r"drafter\.block_size=4, and block_size=8 there"):  # the recipe's own
