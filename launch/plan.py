@@ -11,7 +11,6 @@ from trainer.config import RunConfig
 
 from . import roles
 from .places import Here
-from .preflight import needs_master, needs_stream
 from .processes import Role
 from .screen import Screen
 
@@ -39,9 +38,9 @@ def planned_roles(config: RunConfig, run_dir: Path) -> list[Role]:
     ports = {name: port or "ANY_FREE_PORT" for name, port in given.items()}
     connected = roles.connect(config, run_dir, ports)
     planned = []
-    if needs_master(config):
+    if config.has_store:
         planned.append(roles.master(config, ports))
-    if needs_stream(config):
+    if config.source.streams:
         planned += [roles.ledger(run_dir), *roles.producers(connected, places)]
     if config.source.name == "offline":
         planned += roles.captures(config, run_dir, places)

@@ -19,26 +19,17 @@ from .processes import claim_port
 _LEAST_FREE_GIB = 0.5
 
 
-def needs_stream(config: RunConfig) -> bool:
-    """Whether the run has a ledger and producers."""
-    return config.source.name in ("stream", "hybrid")
-
-
-def needs_master(config: RunConfig) -> bool:
-    return needs_stream(config) and config.store.name == "mooncake"
-
-
 def check(config: RunConfig, run_dir: Path, places: Places) -> dict[str, int]:
     """Raises UserError on the first problem. Returns the ports of the run's servers: ledger, store, metrics, rendezvous."""
     for folder, what in ((run_dir, "the run's folder"), (user_cache(), "the user's cache")):
         _check_writable(folder, what)
     check_data(config)
     places.check()
-    if needs_stream(config) and config.cluster.producers < 1:
+    if config.source.streams and config.cluster.producers < 1:
         raise UserError(
             f"cluster.producers=0 with source={config.source.name}", fix="set at least 1, or source=colocated"
         )
-    if needs_stream(config) and config.store.name == "memory":
+    if config.source.streams and config.store.name == "memory":
         raise UserError(
             "store=memory lives in one process, and the stream has several",
             fix="use store=mooncake or store=filesystem, or source=colocated",
@@ -51,11 +42,11 @@ def check(config: RunConfig, run_dir: Path, places: Places) -> dict[str, int]:
     cluster, ports = config.cluster, {}
     if places.nodes > 1:
         ports["rendezvous"] = claim_port("cluster.rendezvous_port", cluster.host, cluster.rendezvous_port)
-    if not needs_stream(config):
+    if not config.source.streams:
         return ports
     check_tls(config)
     ports |= {"ledger": claim_port("cluster.ledger_port", cluster.host, cluster.ledger_port)}
-    if needs_master(config):
+    if config.has_store:
         from data_pipelines.stores.mooncake import find_master
 
         find_master()

@@ -102,7 +102,6 @@ def describe(judged: dict[str, Any]) -> str:
 def summarise(setup: RunSetup, before: dict[str, Any], after: dict[str, Any], exported: Path) -> dict[str, Any]:
     """The content of summary.json."""
     config, trained = setup.config, training(setup.run_dir)
-    streamed = config.source.name in ("stream", "hybrid")
     numbers = ("steps", "packs", "tokens", "seconds", "tokens_per_second", "wait_fraction", "loss", "trained_share")
     judged = [result["lossless"] for result in (before, after) if "not_judged" not in result]
     return {
@@ -110,7 +109,7 @@ def summarise(setup: RunSetup, before: dict[str, Any], after: dict[str, Any], ex
         "target": setup.target.name,
         "drafter": config.drafter.name,
         "world_size": trained["world_size"],
-        "producers": config.cluster.producers if streamed else 0,
+        "producers": config.cluster.producers if config.source.streams else 0,
         **{name: trained[name] for name in (*numbers, "weights_sha256")},
         "acceptance": {"before": domains(before), "after": domains(after)},
         "not_judged": after.get("not_judged"),

@@ -11,13 +11,12 @@ from pathlib import Path
 from trainer.config import RunConfig
 
 from .places import Places
-from .preflight import needs_stream
 from .processes import Role
 
 
 def connect(config: RunConfig, run_dir: Path, ports: dict[str, int]) -> RunConfig:
     """The configuration with the addresses that the children need: of the ledger, its token, the store."""
-    if not needs_stream(config):
+    if not config.source.streams:
         return config
     cluster = config.cluster
     host = cluster.host

@@ -22,7 +22,7 @@ from trainer.setup import RunSetup, prepare_run
 from . import roles
 from .failures import describe, told_to_stop
 from .places import Places
-from .preflight import check_tls, needs_master, needs_stream
+from .preflight import check_tls
 from .processes import Child, Crew, Role, Stopped, Terminated, end_hung
 from .results import finished
 from .screen import MetricsTail, Screen, TrainingView
@@ -46,7 +46,7 @@ def train(setup: RunSetup, places: Places, ports: dict[str, int], screen: Screen
         (run_dir / made).unlink(missing_ok=True)
     config = roles.connect(setup.config, run_dir, ports)
     save_config(config, run_dir / "config.yaml")
-    if needs_stream(config):
+    if config.source.streams:
         roles.write_token(Path(config.source.token_file))
         write_ledger_settings(config, setup, ports)
     crew = Crew(run_dir / "logs", config.cluster.max_restarts)
@@ -54,7 +54,7 @@ def train(setup: RunSetup, places: Places, ports: dict[str, int], screen: Screen
         with screen.training(total) as view:
             if done:
                 view.say(f"going on from step {done}")
-            if needs_stream(config):
+            if config.source.streams:
                 view.say(f"watch it: draftsmith status {run_dir} --watch")
                 view.say(f"      or: {config.source.ledger}/#token=<the text in {config.source.token_file}>")
             if config.source.name == "offline":
@@ -99,11 +99,11 @@ def begin_by_hand(config: RunConfig) -> Path:
 
     The other roles can then be started by hand, also on other machines. Returns the path of ledger.json.
     """
-    if not needs_stream(config):
+    if not config.source.streams:
         raise UserError(f"source={config.source.name} needs no ledger", fix="add source=stream")
     if not config.cluster.ledger_port:
         raise UserError("the ledger needs a port that the others know", fix="add cluster.ledger_port=8700")
-    if needs_master(config) and ":" not in config.store.master:
+    if config.has_store and ":" not in config.store.master:
         raise UserError(
             "the producers need the store's address", fix="start mooncake_master and add store.master=<host>:<port>"
         )
@@ -120,10 +120,10 @@ def begin_by_hand(config: RunConfig) -> Path:
 
 
 def _start_stream(crew: Crew, config: RunConfig, run_dir: Path, places: Places, ports: dict[str, int]) -> None:
-    if not needs_stream(config):
+    if not config.source.streams:
         return
     host = config.cluster.host
-    if needs_master(config):
+    if config.has_store:
         from data_pipelines.stores.mooncake import wait_ready
 
         master = crew.start_helper(roles.master(config, ports))

@@ -76,7 +76,7 @@ class RunConfig:
             self.check_ranks(self.cluster.ranks)
         if isinstance(self.source, SourceConfig) and isinstance(self.parallel, ParallelConfig):
             patience, timeout = self.source.patience_seconds, self.parallel.timeout_seconds
-            if self.source.name in ("stream", "hybrid") and timeout <= patience:
+            if self.source.streams and timeout <= patience:
                 raise UserError(
                     f"parallel.timeout_seconds={timeout:g} is not more than source.patience_seconds={patience:g}: ranks "
                     "would give up a rank that still waits for its packs",
@@ -93,6 +93,11 @@ class RunConfig:
                 f"global_batch={self.global_batch} packs cannot be shared out evenly over {ranks} ranks{among}",
                 fix=f"use a multiple of {sharers}",
             )
+
+    @property
+    def has_store(self) -> bool:
+        """Whether Mooncake's master runs, and processes lend it memory."""
+        return self.source.streams and self.store.name == "mooncake"
 
     @property
     def draft_config(self) -> DrafterConfig:

@@ -125,7 +125,7 @@ def watched(config: RunConfig, world: World, progress: Progress, source: Source 
     if cluster.trainer_metrics_port:
         metrics = RankMetrics(progress, source.counts if source else Counter(), world.rank)
         serve_metrics(metrics, own_address(cluster.host), cluster.trainer_metrics_port + world.rank)
-    if config.source.name in ("stream", "hybrid"):
+    if config.source.streams:
         token, ca_file = read_token(config.source.token_file), config.source.ca_file
         client = LedgerClient(config.source.ledger, token, ca_file=ca_file)
     return Reporter(client, progress, world, session, Path(config.run_dir))

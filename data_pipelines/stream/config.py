@@ -31,6 +31,11 @@ class SourceConfig:
     max_quarantined: int = 10  # packs, before the run stops after all
     patience_seconds: float = 300.0  # without any progress of the stream, before the run stops
 
+    @property
+    def streams(self) -> bool:
+        """Whether there are a ledger and producers."""
+        return self.name in ("stream", "hybrid")
+
     def __post_init__(self) -> None:
         check_choice("source.name", self.name, ("stream", "hybrid", "offline", "colocated"))
         check_choice("source.on_poison", self.on_poison, ("stop", "quarantine"))

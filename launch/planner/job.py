@@ -82,7 +82,7 @@ class Job:
 
     @property
     def streamed(self) -> bool:
-        return self.source in ("stream", "hybrid")
+        return self.config.source.streams
 
     @cached_property
     def kept(self) -> tuple[float, float]:

@@ -98,7 +98,7 @@ def rank_host_memory(
     parts = {"process": PROCESS.value, "prefetched packs": (config.source.prefetch + 1) * pack}
     if config.parallel.cpu_offload:
         parts |= _states(drafter, config.parallel, ranks, machines)
-    if _pooled(config):
+    if config.has_store:
         parts["store's buffers"] = config.store.buffer_bytes + 2 ** (pack - 1).bit_length()
     return parts
 
@@ -122,15 +122,10 @@ def producer_host_memory(
 ) -> dict[str, float]:
     pack = payload_bytes(FeatureSpec("", tuple(range(taps)), target.hidden, dtype), int(pack_tokens))
     parts = {"process": PROCESS.value, "packs on their way out": 2 * pack}
-    if _pooled(config):
+    if config.has_store:
         parts["store's segment"] = config.store.segment_bytes
         parts["store's buffers"] = config.store.buffer_bytes
     return parts
-
-
-def _pooled(config: RunConfig) -> bool:
-    """Whether processes lend memory to the store."""
-    return config.source.name in ("stream", "hybrid") and config.store.name == "mooncake"
 
 
 def context_bytes(hardware: Hardware) -> float:

@@ -8,8 +8,6 @@ from data_pipelines.errors import UserError
 from trainer.cluster import InferenceNodes
 from trainer.config import RunConfig
 
-from ..preflight import needs_stream
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -43,7 +41,7 @@ def lay_out(config: RunConfig) -> Layout:
     gpus = slurm.gpus_per_node
     inference_gpus = gpus if slurm.inference.gpus_per_node is None else slurm.inference.gpus_per_node
     heterogeneous = slurm.inference != InferenceNodes()
-    producers = cluster.producers if needs_stream(config) else 0
+    producers = cluster.producers if config.source.streams else 0
     as_they_fit = not (heterogeneous or slurm.ranks_per_node or slurm.producers_per_node)
     if gpus and as_they_fit and cluster.ranks + producers <= gpus:
         return Layout(1, cluster.ranks, 0, producers, gpus, gpus, False)

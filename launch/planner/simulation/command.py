@@ -56,7 +56,7 @@ def scenario_of(job: Job, *, steps: int, **more) -> Scenario:
     """
     config, hardware = job.config, job.hardware
     ranks, producers = config.cluster.ranks // config.parallel.context, config.cluster.producers
-    if job.source not in ("stream", "hybrid"):
+    if not job.streamed:
         raise UserError(f"source={job.source} has no stream to simulate", fix="source=stream")
     if config.global_batch % ranks:
         raise UserError(f"global_batch={config.global_batch} is no multiple of {ranks} ranks", fix="set global_batch")
