@@ -11,6 +11,7 @@ from pathlib import Path
 
 from data_pipelines.errors import UserError
 from data_pipelines.logs import configure_logging
+from data_pipelines.run_folder import RunFolder
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -55,7 +56,7 @@ def ledger(arguments: argparse.Namespace) -> None:
     from data_pipelines.stream.messages import read_token
     from data_pipelines.stream.server import serve
 
-    path = Path(arguments.recipe) / "ledger.json"
+    path = RunFolder(arguments.recipe).ledger
     if not path.exists():
         from trainer.config import load_config
 
@@ -124,7 +125,7 @@ def capture(arguments: argparse.Namespace) -> None:
     else:
         config = load_config(arguments.recipe, arguments.overrides, arguments.config_dir)
     setup = prepare_run(config)
-    folder = Path(config.source.cache_dir or setup.run_dir / "features")
+    folder = Path(config.source.cache_dir or setup.folder.features)
     configure_logging(f"capture-{shard}")
     packs = setup.plan.packs
     done = fill(packs, build_engine(setup.target, setup.spec), setup.spec, folder, shard=int(shard), shards=int(shards))
@@ -138,7 +139,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     from .judging import table
 
     run_dir = Path(arguments.run_dir)
-    config = read_config(run_dir / "config.yaml", arguments.overrides)
+    config = read_config(RunFolder(run_dir).config, arguments.overrides)
     # Under a name of its own: before.json and after.json are the run's record.
     judged = evaluate_run(config, run_dir, "before" if arguments.untrained else "after", name="asked")
     if arguments.json:
@@ -153,7 +154,7 @@ def calibrate(arguments: argparse.Namespace) -> None:
     from trainer.decoding.calibrate import calibrate_run
 
     run_dir = Path(arguments.run_dir)
-    measured = calibrate_run(read_config(run_dir / "config.yaml", arguments.overrides), run_dir)
+    measured = calibrate_run(read_config(RunFolder(run_dir).config, arguments.overrides), run_dir)
     if arguments.json:
         print(json.dumps(measured, indent=2))
         return
@@ -182,7 +183,7 @@ def export(arguments: argparse.Namespace) -> None:
                 fix="give export.* only; --out and --step are options",
             )
     run_dir = Path(arguments.run_dir)
-    setup = prepare_run(read_config(run_dir / "config.yaml", arguments.overrides))
+    setup = prepare_run(read_config(RunFolder(run_dir).config, arguments.overrides))
     if arguments.stitch:
         print(stitch_run(setup, Path(arguments.stitch), step=arguments.step))
         return

@@ -27,6 +27,7 @@ from data_pipelines.documents import Document, Documents
 from data_pipelines.engines import resolve_target
 from data_pipelines.errors import UserError
 from data_pipelines.files import write_text_atomically
+from data_pipelines.run_folder import RunFolder
 from trainer.config import RunConfig, load_config
 
 _TRAINED = "bold green"
@@ -111,7 +112,7 @@ def examine(config: RunConfig, rows: int) -> Inspection:
         facts,
         reasons,
         [show(tokenizer, document) for document in _spread(prepared.documents, rows)],
-        list(_refused(run_dir / "quarantine.jsonl", rows)),
+        list(_refused(RunFolder(run_dir).quarantine, rows)),
     )
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from data_pipelines.files import write_text_atomically
+from data_pipelines.run_folder import RunFolder
 
 
 def remembered(run_dir: Path, name: str, depends_on: Any, make: Callable[[], Any]) -> Any:
     """The result of `make`, or of an earlier call. depends_on: any JSON value; result: likewise."""
-    path = run_dir / "records" / f"{name}.json"
+    path = RunFolder(run_dir).records / f"{name}.json"
     key = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()
     if path.exists():
         record = json.loads(path.read_text())

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from rich.table import Table
 
 from data_pipelines.files import write_text_atomically
+from data_pipelines.run_folder import RunFolder
 from trainer.config import RunConfig
 from trainer.tracking import read_metrics
 
@@ -23,7 +24,7 @@ UNMOVED = 0.01  # acceptance lengths that differ by less are the same
 
 def write_report(summary: dict[str, Any], config: RunConfig, data: dict[str, Any], run_dir: Path) -> None:
     """summary.json and report.html. data: the counts of the preparation and, if made, the `agreement` of a sample."""
-    write_text_atomically(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_text_atomically(RunFolder(run_dir).summary, json.dumps(summary, indent=2) + "\n")
     page = resources.files("launch").joinpath("report.html.j2").read_text()
     template = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined).from_string(page)
     html = template.render(
@@ -40,7 +41,7 @@ def write_report(summary: dict[str, Any], config: RunConfig, data: dict[str, Any
         expectations=expectations(data["counts"]["documents"], config.data.regenerate.mode),
         configuration=OmegaConf.to_yaml(OmegaConf.structured(config)),
     )
-    write_text_atomically(run_dir / "report.html", html)
+    write_text_atomically(RunFolder(run_dir).report, html)
 
 
 def table(summary: dict[str, Any]) -> Table:

@@ -13,6 +13,7 @@ import torch
 
 from data_pipelines.engines import Target
 from data_pipelines.errors import UserError
+from data_pipelines.run_folder import RunFolder
 from trainer.checkpoint import newest_step
 from trainer.config import RunConfig
 from trainer.decoding.judges import NotJudged
@@ -52,7 +53,7 @@ def judge(setup: RunSetup, when: str) -> dict[str, Any]:
     except UserError as error:
         return {"not_judged": error.what}
     except Exception as error:  # whatever a family's code raises, an exhausted GPU among it
-        log = setup.run_dir / "logs" / f"judge-{when}.log"
+        log = setup.folder.logs / f"judge-{when}.log"
         log.parent.mkdir(exist_ok=True)
         log.write_text(traceback.format_exc())
         lines = str(error).strip().splitlines() or [""]
@@ -78,7 +79,7 @@ def finished(run_dir: Path, total: int) -> bool:
 
 def training(run_dir: Path) -> dict[str, Any]:
     """What the trainer says of the finished training (`training.json`)."""
-    return json.loads((run_dir / "training.json").read_text())
+    return json.loads(RunFolder(run_dir).training.read_text())
 
 
 def domains(judged: dict[str, Any]) -> dict[str, Any]:

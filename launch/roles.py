@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from data_pipelines.run_folder import RunFolder
 from trainer.config import RunConfig
 
 from .places import Places
@@ -23,7 +24,7 @@ def connect(config: RunConfig, run_dir: Path, ports: dict[str, int]) -> RunConfi
     source = replace(
         config.source,
         ledger=f"{'https' if cluster.tls_cert else 'http'}://{host}:{ports['ledger']}",
-        token_file=str((run_dir / "ledger.token").resolve()),
+        token_file=str(RunFolder(run_dir).token.resolve()),
         # A self-signed certificate is its own authority.
         ca_file=str(Path(config.source.ca_file or cluster.tls_cert).resolve()) if cluster.tls_cert else "",
     )
@@ -31,7 +32,7 @@ def connect(config: RunConfig, run_dir: Path, ports: dict[str, int]) -> RunConfi
     if "store" in ports:
         store = replace(store, master=f"{host}:{ports['store']}")
     elif store.name == "filesystem" and not store.path:
-        store = replace(store, path=str((run_dir / "store").resolve()))
+        store = replace(store, path=str(RunFolder(run_dir).store.resolve()))
     return replace(config, source=source, store=store)
 
 
@@ -72,7 +73,7 @@ def producers(config: RunConfig, places: Places) -> list[Role]:
 def captures(config: RunConfig, run_dir: Path, places: Places) -> list[Role]:
     """source=offline: the producers' place is taken by processes that fill the folder of features and end."""
     count = max(1, config.cluster.producers)
-    command = ["capture", "--config", str(run_dir / "config.yaml"), "--shard"]
+    command = ["capture", "--config", str(RunFolder(run_dir).config), "--shard"]
     return [
         places.capture(i).role(f"capture-{i}", _draftsmith(*command, f"{i}/{count}"), _threads(config))
         for i in range(count)
@@ -89,7 +90,7 @@ def trainer(config: RunConfig, run_dir: Path, places: Places, ports: dict[str, i
         *("-m", "torch.distributed.run", *where),
         *("--nproc-per-node", str(config.cluster.ranks // places.nodes)),
         *("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"),
-        *("-m", "trainer.train", "--config", str(run_dir / "config.yaml")),
+        *("-m", "trainer.train", "--config", str(RunFolder(run_dir).config)),
     ]
     return places.trainer().role("trainer", command, _threads(config))
 

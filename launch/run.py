@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from data_pipelines.engines import resolve_target
 from data_pipelines.errors import UserError
 from data_pipelines.files import write_text_atomically
+from data_pipelines.run_folder import RunFolder
 from trainer.config import RunConfig, load_config, read_config, save_config
 from trainer.export.run import export_run
 from trainer.setup import RunSetup, prepare_run
@@ -53,7 +54,7 @@ def go_on(config: RunConfig) -> RunConfig:
     """A Slurm job that was requeued goes on from its own checkpoints, wherever it was told to begin. The trainer writes
     resume=auto when what was there before is out of the way."""
     run_dir = Path(config.run_dir)
-    return replace(config, resume=read_config(run_dir / "config.yaml").resume) if begun_before(run_dir) else config
+    return replace(config, resume=read_config(RunFolder(run_dir).config).resume) if begun_before(run_dir) else config
 
 
 def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
             note(results.place_judge(config, target))
         with screen.stage("data") as note:
             setup = _prepare(config, run_dir)
-            save_config(config, run_dir / "config.yaml")
+            save_config(config, RunFolder(run_dir).config)
             remember_beginning(run_dir)
             note(data.describe(setup))
         return _learn_and_judge(setup, places, ports, screen)
@@ -83,7 +84,7 @@ def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
 
 def _prepare(config: RunConfig, run_dir: Path) -> RunSetup:
     """Raises UserError when the folder holds another run, and then leaves everything in it as it was."""
-    quarantine = run_dir / "quarantine.jsonl"
+    quarantine = RunFolder(run_dir).quarantine
     before = quarantine.read_text() if quarantine.exists() else None
     setup = prepare_run(config)
     try:
@@ -114,7 +115,7 @@ def _learn_and_judge(setup: RunSetup, places: Places, ports: dict[str, int], scr
     with screen.stage("report") as note:
         summary = results.summarise(setup, before, after, exported)
         report.write_report(summary, setup.config, {"counts": data.counts(setup), "agreement": agreement}, run_dir)
-        note(str(run_dir / "report.html"))
+        note(str(RunFolder(run_dir).report))
     screen.console.print()
     screen.console.print(report.table(summary))
     for warning in report.warnings(summary):
@@ -134,17 +135,11 @@ def next_command(config: RunConfig) -> str:
 
 def start_afresh(run_dir: Path, screen: Screen) -> None:
     """resume=never: what an earlier run left in this folder is removed; logs are kept."""
-    left = ["checkpoints", "export", "records", "evaluation", "features", "store", "metrics.jsonl", "training.json"]
-    found = [
-        name
-        for name in [*left, "summary.json", "report.html", "quarantine.jsonl", "quarantined_packs.jsonl"]
-        if (run_dir / name).exists()
-    ]
-    for name in found:
-        path = run_dir / name
+    found = [path for path in RunFolder(run_dir).results if path.exists()]
+    for path in found:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     if found:
-        screen.line(f"  resume=never: removed {', '.join(found)} of an earlier run")
+        screen.line(f"  resume=never: removed {', '.join(path.name for path in found)} of an earlier run")
 
 
 @contextmanager

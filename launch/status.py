@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from data_pipelines.errors import UserError
+from data_pipelines.run_folder import RunFolder
 from data_pipelines.stream.client import LedgerClient
 from data_pipelines.stream.config import SourceConfig
 from data_pipelines.stream.messages import read_token
@@ -83,9 +84,9 @@ def find(arguments: argparse.Namespace) -> Place:
     run_dir = Path(arguments.run_dir) if arguments.run_dir else _newest(Path("outputs"))
     if not run_dir.is_dir():
         raise UserError(f"there is no folder {run_dir}", fix="draftsmith status <the run_dir of a run>")
-    if not (run_dir / "config.yaml").exists():
+    if not RunFolder(run_dir).config.exists():
         return Place(run_dir)
-    config = OmegaConf.load(run_dir / "config.yaml")  # not read_config: a run of another version can be looked at, too
+    config = OmegaConf.load(RunFolder(run_dir).config)  # not read_config: a run of another version can be looked at
     hang = OmegaConf.select(config, "cluster.hang_seconds", default=0.0) or float("inf")
     return Place(
         run_dir,
@@ -121,19 +122,20 @@ def _newest(folder: Path) -> Path:
 
 def _story(run_dir: Path) -> tuple[str, str]:
     """(state, a sentence) from the folder alone."""
-    steps = [int(path.parent.name.removeprefix("step_")) for path in run_dir.glob(f"checkpoints/step_*/{RUN_FILE}")]
+    run = RunFolder(run_dir)
+    steps = [int(path.parent.name.removeprefix("step_")) for path in run.checkpoints.glob(f"step_*/{RUN_FILE}")]
     step, again = max(steps, default=0), "the same command goes on from there"
     if _is_held(run_dir / ".lock"):
         done = f"{step} steps are saved" if step else "nothing is saved yet"
         return "running", f"A run is under way, in a stage without a stream (or its ledger is starting); {done}."
-    if (run_dir / "summary.json").exists():
-        summary = json.loads((run_dir / "summary.json").read_text())
-        return "finished", f"Finished: {summary['steps']} steps; see {run_dir / 'report.html'}."
-    if (run_dir / "training.json").exists():
+    if run.summary.exists():
+        summary = json.loads(run.summary.read_text())
+        return "finished", f"Finished: {summary['steps']} steps; see {run.report}."
+    if run.training.exists():
         return "trained", f"The training is finished ({step} steps), the stages after it are not: {again}."
     if step:
         return "interrupted", f"Interrupted; {step} steps are saved: {again}."
-    if (run_dir / "config.yaml").exists():
+    if run.config.exists():
         return "interrupted", "Interrupted before its first checkpoint: the same command starts it again."
     return "not started", "Never started: this folder has no config.yaml."
 

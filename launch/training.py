@@ -12,6 +12,7 @@ from pathlib import Path
 
 from data_pipelines.errors import UserError
 from data_pipelines.files import write_text_atomically
+from data_pipelines.run_folder import RunFolder
 from data_pipelines.stream.messages import producer_config
 from trainer.checkpoint import newest_step
 from trainer.cluster import ClusterConfig
@@ -42,14 +43,14 @@ def train(setup: RunSetup, places: Places, ports: dict[str, int], screen: Screen
     done = int(found.name.removeprefix("step_")) if found else 0
     if done == total and finished(run_dir, total):
         return f"all {total} steps were done already (resume=never starts afresh)"
-    for made in ("training.json", "summary.json"):  # of fewer steps: not to be taken for what follows
-        (run_dir / made).unlink(missing_ok=True)
+    for made in (setup.folder.training, setup.folder.summary):  # of fewer steps: not to be taken for what follows
+        made.unlink(missing_ok=True)
     config = roles.connect(setup.config, run_dir, ports)
-    save_config(config, run_dir / "config.yaml")
+    save_config(config, setup.folder.config)
     if config.source.streams:
         roles.write_token(Path(config.source.token_file))
         write_ledger_settings(config, setup, ports)
-    crew = Crew(run_dir / "logs", config.cluster.max_restarts)
+    crew = Crew(setup.folder.logs, config.cluster.max_restarts)
     try:
         with screen.training(total) as view:
             if done:
@@ -91,7 +92,7 @@ def write_ledger_settings(config: RunConfig, setup: RunSetup, ports: dict[str, i
             config.target, config.store, setup.spec, threads=cluster.threads, lease_seconds=lease
         ),
     }
-    write_text_atomically(setup.run_dir / "ledger.json", json.dumps(settings, indent=2))
+    write_text_atomically(setup.folder.ledger, json.dumps(settings, indent=2))
 
 
 def begin_by_hand(config: RunConfig) -> Path:
@@ -110,13 +111,13 @@ def begin_by_hand(config: RunConfig) -> Path:
     check_tls(config)
     setup = prepare_run(config)
     ports = {"ledger": config.cluster.ledger_port}  # the store's is in store.master
-    token = setup.run_dir / "ledger.token"
+    token = setup.folder.token
     if not token.exists():  # the ledger may be started again; the others keep their token
         roles.write_token(token)
     config = roles.connect(config, setup.run_dir, ports)
-    save_config(config, setup.run_dir / "config.yaml")
+    save_config(config, setup.folder.config)
     write_ledger_settings(config, setup, ports)
-    return setup.run_dir / "ledger.json"
+    return setup.folder.ledger
 
 
 def _start_stream(crew: Crew, config: RunConfig, run_dir: Path, places: Places, ports: dict[str, int]) -> None:
@@ -138,7 +139,7 @@ def _start_stream(crew: Crew, config: RunConfig, run_dir: Path, places: Places, 
 
 def _capture(crew: Crew, capturing: list[Role], run_dir: Path, view: TrainingView) -> None:
     """source=offline: fill the folder of features first. What is already there is not computed again."""
-    captures = [Child(role, run_dir / "logs") for role in capturing]
+    captures = [Child(role, RunFolder(run_dir).logs) for role in capturing]
     crew.helpers.extend(captures)
     view.say(f"capturing features with {len(captures)} processes")
     while any(child.status != 0 for child in captures):
@@ -153,8 +154,8 @@ def _watch(crew: Crew, trainer: Child, config: RunConfig, total: int, view: Trai
     """Until the training is done. Whoever dies meanwhile is started again, the trainer from its newest checkpoint."""
     run_dir = Path(config.run_dir)
     metrics, result, patience = (
-        MetricsTail(run_dir / "metrics.jsonl"),
-        run_dir / "training.json",
+        MetricsTail(RunFolder(run_dir).metrics),
+        RunFolder(run_dir).training,
         config.cluster.hang_seconds,
     )
     step, all_steps_done = 0, False

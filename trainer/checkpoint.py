@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from data_pipelines.errors import UserError
+from data_pipelines.run_folder import RunFolder
 
 from .parallel import Strategy, World
 from .seal import Broken, Seal, read_seal, seal, sync, verify
@@ -83,7 +84,7 @@ def forget_later_checkpoints(folder: Path, step: int) -> None:
 
 def newest_step(run_dir: Path) -> int:
     """How many steps the newest whole checkpoint of a run holds; 0 without one."""
-    return _newest_step(run_dir / "checkpoints")
+    return _newest_step(RunFolder(run_dir).checkpoints)
 
 
 def _newest_step(folder: Path) -> int:
@@ -96,7 +97,7 @@ def find_checkpoint(run_dir: Path, step: int | None = None) -> Path:
 
     Raises UserError when it is not there, and when it is broken: another one would be another drafter.
     """
-    saved = saved_checkpoints(run_dir / "checkpoints")
+    saved = saved_checkpoints(RunFolder(run_dir).checkpoints)
     if not saved:
         raise UserError(
             "this run has no whole checkpoint", where=str(run_dir), fix="train first: draftsmith run <recipe>"

@@ -64,4 +64,4 @@ def write_result(setup: RunSetup, strategy: Strategy, world: World) -> None:
         "weights_sha256": weights_sha256(state),
         "parameters": sum(p.numel() for name, p in state.items() if p.is_floating_point()),
     }
-    write_text_atomically(setup.run_dir / "training.json", json.dumps(result, indent=2) + "\n")
+    write_text_atomically(setup.folder.training, json.dumps(result, indent=2) + "\n")

@@ -21,6 +21,7 @@ from data_pipelines.engines import Target, resolve_dtype, resolve_target
 from data_pipelines.errors import UserError
 from data_pipelines.features import FeatureSpec
 from data_pipelines.packing import Plan
+from data_pipelines.run_folder import RunFolder
 
 from .checkpoint import Changes, choose_checkpoint
 from .config import RunConfig
@@ -61,13 +62,17 @@ class RunSetup:
         return {**run_identity(self.config, plan=plan, target=target, dtype=self.spec.dtype), **started}
 
     @cached_property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.run_dir)
+
+    @cached_property
     def changes(self) -> Changes:
         """What of the identity may differ from a checkpoint's."""
         return changes(self.config)
 
     def choose_checkpoint(self) -> Path | None:
         """The checkpoint that this run goes on from, or None. See `checkpoint.choose_checkpoint`."""
-        folder = self.run_dir / "checkpoints"
+        folder = self.folder.checkpoints
         return choose_checkpoint(folder, self.config.resume, self.identity, self.changes, self.total_steps)
 
     def build_drafter(self, frozen: FrozenTarget) -> Drafter:

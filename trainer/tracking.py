@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipelines.errors import check_choice
+from data_pipelines.run_folder import RunFolder
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Tracker:
     """
 
     def __init__(self, config: TrackerConfig, run_dir: Path, run_config: Any, *, start_step: int):
-        self._path = run_dir / "metrics.jsonl"
+        self._path = RunFolder(run_dir).metrics
         kept = [row for row in read_metrics(run_dir) if row["step"] < start_step]
         self._file = self._path.open("w")
         for row in kept:
@@ -61,7 +62,7 @@ class Tracker:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The logged steps of a run; a half-written last line (a kill) is left out."""
-    path = run_dir / "metrics.jsonl"
+    path = RunFolder(run_dir).metrics
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

@@ -29,7 +29,6 @@ from data_pipelines.errors import UserError
 from data_pipelines.logs import configure_logging
 from data_pipelines.network import own_address
 from data_pipelines.orphans import end_with
-from data_pipelines.stream import quarantine
 from data_pipelines.stream.client import LedgerClient
 from data_pipelines.stream.consumer import Prefetcher
 from data_pipelines.stream.messages import read_token
@@ -59,7 +58,7 @@ def train(config: RunConfig, world: World) -> bool:
     frozen = FrozenTarget.load(setup.target, resolve_dtype(config.parallel.compute_dtype), world.device)
     strategy = parallelize(setup.build_drafter(frozen), config.parallel, config.optim, world)
     context = ContextGroup.of(world, config.parallel)
-    checkpoints = setup.run_dir / "checkpoints"
+    checkpoints = setup.folder.checkpoints
     resume_from = agree_on_checkpoint(
         checkpoints, config.resume, setup.identity, world, setup.changes, setup.total_steps
     )
@@ -67,11 +66,11 @@ def train(config: RunConfig, world: World) -> bool:
     if first:
         if config.resume == "never":
             shutil.rmtree(checkpoints, ignore_errors=True)
-            (setup.run_dir / quarantine.FILE).unlink(missing_ok=True)
+            setup.folder.quarantined_packs.unlink(missing_ok=True)
         elif config.resume != "auto":
             forget_later_checkpoints(checkpoints, start)
         config = replace(config, resume="auto")  # ranks that are started again from the file below go on
-        save_config(config, setup.run_dir / "config.yaml")  # not sooner: another run's folder is left as it is
+        save_config(config, setup.folder.config)  # not sooner: another run's folder is left as it is
     session = f"{world.from_first([secrets.randbits(62)])[0]:016x}"  # after which the files above hold for every rank
     stop = setup.total_steps * config.global_batch
     indices = setup.plan.share(context.data_rank, context.data_size, start * config.global_batch, stop)

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from ..caches import build_once, user_cache
 from ..documents import Documents, DocumentWriter
 from ..errors import UserError
+from ..run_folder import RunFolder
 from .config import DataConfig
 from .quarantine import describe
 from .readers import Source, limited
@@ -128,7 +129,7 @@ def _write_quarantine(run_dir: Path, parts: Iterable[Path]) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     temporary = run_dir / f".quarantine.{os.getpid()}.tmp"
     _join(temporary, parts)
-    temporary.replace(run_dir / "quarantine.jsonl")
+    temporary.replace(RunFolder(run_dir).quarantine)
 
 
 def _join(out: Path, parts: Iterable[Path]) -> None:

@@ -14,13 +14,12 @@ from typing import Any
 from filelock import FileLock
 
 from ..packing import Pack
+from ..run_folder import RunFolder
 from . import StreamError
-
-FILE = "quarantined_packs.jsonl"
 
 
 def read_quarantine(run_dir: Path) -> list[dict[str, Any]]:
-    path = Path(run_dir) / FILE
+    path = RunFolder(run_dir).quarantined_packs
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -39,7 +38,7 @@ class Quarantine:
     def add(self, index: int, identity: str, pack: Pack, reasons: list[str]) -> None:
         """Raises StreamError, naming all, when that is one too many. It is in the file then, too: nothing is forgotten."""
         line = {"pack": identity, "index": index, "documents": pack.origins, "reasons": reasons}
-        path = self._run_dir / FILE
+        path = RunFolder(self._run_dir).quarantined_packs
         with FileLock(path.with_suffix(".lock")):
             with path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -58,7 +57,7 @@ class Quarantine:
         )
         raise StreamError(
             f"{len(listed)} packs could not be produced, more than source.max_quarantined={self._most}:\n{names}",
-            where=str(self._run_dir / FILE),
+            where=str(RunFolder(self._run_dir).quarantined_packs),
             fix="something is wrong with the producers or the data: look at logs/producer-*.log; then raise "
             "source.max_quarantined, or delete the file to try these packs again",
         )

@@ -18,6 +18,7 @@ from ..engines import Engine
 from ..errors import FeatureError, UserError
 from ..features import Features, FeatureSpec, check_values, decode, payload_bytes
 from ..packing import Pack, pack_id
+from ..run_folder import RunFolder
 from ..stores import Store, StoreError, build_store
 from ..stores.config import StoreConfig
 from . import StreamError
@@ -70,7 +71,7 @@ def build_source(
     """
     if source.name == "colocated":
         return ColocatedSource(engine(), spec)
-    folder = Path(source.cache_dir) if source.cache_dir else Path(run_dir) / "features"
+    folder = Path(source.cache_dir) if source.cache_dir else RunFolder(run_dir).features
     if source.name == "offline":
         return OfflineSource(FeatureCache(folder, spec), spec)
     if not source.ledger:

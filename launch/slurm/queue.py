@@ -8,19 +8,19 @@ import subprocess
 from pathlib import Path
 
 from data_pipelines.files import write_text_atomically
+from data_pipelines.run_folder import RunFolder
 
-FOLDER = "slurm"  # in the run's folder: job.sh, config.yaml (as submitted), job.json, begun
 _JOB = "job.json"
 _BEGUN = "begun"
 
 
 def remember_job(run_dir: Path, job: str) -> None:
-    write_text_atomically(run_dir / FOLDER / _JOB, json.dumps({"job": job}))
+    write_text_atomically(RunFolder(run_dir).slurm / _JOB, json.dumps({"job": job}))
 
 
 def job_of(run_dir: Path) -> tuple[str, str]:
     """(job, how it stands: such as `PENDING (Resources)`) of the run's last job; empty when there is none, or it ended."""
-    path = run_dir / FOLDER / _JOB
+    path = RunFolder(run_dir).slurm / _JOB
     if not path.exists():
         return "", ""
     job = json.loads(path.read_text())["job"]
@@ -38,11 +38,11 @@ def job_of(run_dir: Path) -> tuple[str, str]:
 def remember_beginning(run_dir: Path) -> None:
     """In a Slurm job: config.yaml, and what else is in the run's folder, is this job's from now on."""
     if job := os.environ.get("SLURM_JOB_ID"):
-        write_text_atomically(run_dir / FOLDER / _BEGUN, job)
+        write_text_atomically(RunFolder(run_dir).slurm / _BEGUN, job)
 
 
 def begun_before(run_dir: Path) -> bool:
     """Whether this Slurm job was requeued after `remember_beginning`."""
-    path = run_dir / FOLDER / _BEGUN
+    path = RunFolder(run_dir).slurm / _BEGUN
     requeued = int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
     return requeued and path.exists() and path.read_text() == os.environ.get("SLURM_JOB_ID")

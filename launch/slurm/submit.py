@@ -16,11 +16,12 @@ from pathlib import Path
 
 from data_pipelines.errors import UserError
 from data_pipelines.files import write_text_atomically
+from data_pipelines.run_folder import RunFolder
 from trainer.config import RunConfig, load_config, save_config
 
 from ..preflight import check_data
 from .layout import Layout, lay_out
-from .queue import FOLDER, job_of, remember_job
+from .queue import job_of, remember_job
 from .script import options, write_script
 from .sweep import combinations
 
@@ -92,13 +93,13 @@ def _check_size(partition: str, nodes: int) -> None:
 
 
 def _submit(configs: list[RunConfig], folder: Path) -> None:
-    for config in configs:
-        for part in (FOLDER, "logs"):
-            (Path(config.run_dir) / part).mkdir(parents=True, exist_ok=True)
-        save_config(config, Path(config.run_dir) / FOLDER / "config.yaml")
-    for part in (FOLDER, "logs"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-    script = folder / FOLDER / "job.sh"
+    runs, home = [RunFolder(config.run_dir) for config in configs], RunFolder(folder)
+    for made in (*runs, home):
+        made.slurm.mkdir(parents=True, exist_ok=True)
+        made.logs.mkdir(parents=True, exist_ok=True)
+    for config, run in zip(configs, runs):
+        save_config(config, run.slurm / "config.yaml")
+    script = home.slurm / "job.sh"
     write_text_atomically(script, write_script(configs, folder, Path.cwd()))
     job = _ask("sbatch", "--parsable", str(script)).strip().partition(";")[0]  # ;<cluster>, where there are several
     for i, config in enumerate(configs):

@@ -36,7 +36,7 @@ def start(folder: Path, log: Path, seconds: float, resumable: bool = False) -> s
 def test_of_several_processes_one_builds(tmp_path):
     folder, log = tmp_path / "cache" / "thing", tmp_path / "log"
     processes = [start(folder, log, 0.5) for _ in range(4)]
-    assert [p.wait(timeout=60) for p in processes] == [0] * 4
+    assert [p.wait(timeout=300) for p in processes] == [0] * 4
     assert len(log.read_text().split()) == 1 and (folder / "whole").exists()
 
 
@@ -55,7 +55,7 @@ def test_what_a_killed_process_left_is_removed_or_gone_on_from(tmp_path, resumab
         assert not folder.exists()
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    assert waiting.wait(timeout=60) == 0
+    assert waiting.wait(timeout=300) == 0
     assert sorted(p.name for p in folder.iterdir()) == ["half", "whole"]
     assert [p.name for p in folder.parent.iterdir() if p.is_dir()] == ["thing"]
 

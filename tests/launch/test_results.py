@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from data_pipelines.run_folder import RunFolder
 from launch import report, results
 from launch.cli import main
 from launch.processes import Stopped
@@ -33,7 +34,14 @@ def setup(tmp_path):
     (tmp_path / "training.json").write_text(json.dumps(TRAINED))
     target = SimpleNamespace(name="tests/target", fingerprint="f", path="/models/target")
     changes = SimpleNamespace(possible=frozenset())
-    return SimpleNamespace(config=config, run_dir=tmp_path, identity={"seed": 0}, changes=changes, target=target)
+    return SimpleNamespace(
+        config=config,
+        run_dir=tmp_path,
+        folder=RunFolder(tmp_path),
+        identity={"seed": 0},
+        changes=changes,
+        target=target,
+    )
 
 
 def judging(monkeypatch, outcome):

@@ -94,7 +94,7 @@ def test_interrupted_at_any_time_it_ends_whole_and_goes_on_to_the_same_weights(
         wait_for(lambda: said().count(": restarted (1 of 3)") == 2, launcher)
         family += psutil.Process(launcher.pid).children(recursive=True)
         launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(timeout=60) == 130, said()
+        assert launcher.wait(timeout=300) == 130, said()
     assert gone(family) == []
     kept = whole_checkpoints(run_dir / "checkpoints")
     assert kept and all((path / RUN_FILE).exists() for path in kept)
@@ -151,7 +151,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path, capfd: pytest.CaptureFix
         assert main(command(run_dir)[3:]) == 2
         assert "another draftsmith runs in this folder" in capfd.readouterr().err
         launcher.send_signal(signal.SIGTERM)  # to be started again: not the status of a failure
-        assert launcher.wait(timeout=60) == 75
+        assert launcher.wait(timeout=300) == 75
 
 
 def test_a_trainer_that_fails_ends_the_run_with_its_own_words(tmp_path: Path) -> None:

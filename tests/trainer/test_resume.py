@@ -15,8 +15,8 @@ import torch
 
 from data_pipelines.engines import build_engine
 from data_pipelines.packing import pack_id
+from data_pipelines.run_folder import RunFolder
 from data_pipelines.stream.cache import capture
-from data_pipelines.stream.quarantine import FILE
 from trainer.checkpoint import saved_checkpoints, whole_checkpoints
 from trainer.config import load_config, read_config
 from trainer.loop import PREEMPTED
@@ -158,7 +158,7 @@ def test_a_pack_in_quarantine_weighs_nothing_and_stays_out_when_resumed(undistur
     run_dir = tmp_path / "run"
     shutil.move(tmp_path / "features", run_dir / "features")
     line = f'{{"pack": "{captured.name(5)}", "index": 5, "documents": ["rows:5"], "reasons": ["it fails"]}}\n'
-    (run_dir / FILE).write_text(line)
+    RunFolder(run_dir).quarantined_packs.write_text(line)
     options = [*hybrid, "source.on_poison=quarantine", "checkpoint.every=1", "checkpoint.keep=20"]
     train(run_dir, *options, ranks=2)
     rows, whole = metrics(run_dir), metrics(undisturbed)

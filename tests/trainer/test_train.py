@@ -82,7 +82,7 @@ def test_sigterm_checkpoints_and_says_so(undisturbed, tmp_path):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == PREEMPTED, said
     assert len(whole_checkpoints(tmp_path / "checkpoints")) == 1
     train(tmp_path, "checkpoint.every=0", plain=True)

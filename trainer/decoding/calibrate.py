@@ -12,6 +12,7 @@ from data_pipelines.conversations.rendering import stop_ids
 from data_pipelines.conversations.rows import read_rows
 from data_pipelines.engines import resolve_target
 from data_pipelines.errors import UserError
+from data_pipelines.run_folder import RunFolder
 
 from ..config import RunConfig
 from ..export.speculators import load_export
@@ -37,7 +38,7 @@ def calibrate_run(config: RunConfig, run_dir: Path) -> dict[str, Any]:
 
     Raises UserError if the exported drafter has no confidence, or the decodes are too few to fit on.
     """
-    export = Path(run_dir) / "export"
+    export = RunFolder(run_dir).export
     target = resolve_target(config.target)
     drafter = load_export(export, target.config)
     if getattr(drafter, "confidence_head", None) is None:
@@ -72,7 +73,7 @@ def calibrate_run(config: RunConfig, run_dir: Path) -> dict[str, Any]:
             {"temperature": t, "before": b, "after": a} for t, b, a in zip(temperatures, before, after, strict=True)
         ],
     }
-    write_json(Path(run_dir) / "evaluation" / "calibration.json", result)
+    write_json(RunFolder(run_dir).evaluation / "calibration.json", result)
     store(export, temperatures)
     return result
 

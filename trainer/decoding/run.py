@@ -16,6 +16,7 @@ from data_pipelines.conversations.rows import read_rows
 from data_pipelines.engines import Target, resolve_target
 from data_pipelines.errors import UserError
 from data_pipelines.files import write_text_atomically
+from data_pipelines.run_folder import RunFolder
 
 from ..config import RunConfig
 from ..drafters.base import Drafter
@@ -39,7 +40,7 @@ def evaluate_run(config: RunConfig, run_dir: Path, when: str, name: str = "") ->
     """
     if when not in ("before", "after"):
         raise UserError(f"when={when} is neither before nor after")
-    folder = Path(run_dir) / "evaluation"
+    folder = RunFolder(run_dir).evaluation
     target = resolve_target(config.target)
 
     def drafter(frozen: FrozenTarget) -> Drafter:
@@ -75,7 +76,7 @@ def judge_drafter(
 
 def _drafter(config: RunConfig, run_dir: Path, target: Target, frozen: FrozenTarget, when: str) -> Drafter:
     if when == "after":
-        return load_export(run_dir / "export", target.config)
+        return load_export(RunFolder(run_dir).export, target.config)
     return prepare_run(config).build_drafter(frozen)
 
 

@@ -23,7 +23,7 @@ def export_run(setup: RunSetup, *, step: int | None = None, out: Path | None = N
     Raises UserError when there is no whole checkpoint.
     """
     drafter, frozen = _trained(setup, step)
-    out = out or setup.run_dir / "export"
+    out = out or setup.folder.export
     return export_drafter(drafter, frozen, setup.target, setup.config.export, out, speculative_tokens=drafter.depth)
 
 

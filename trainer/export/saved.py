@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from data_pipelines.engines import Target
 from data_pipelines.errors import UserError
+from data_pipelines.run_folder import RunFolder
 
 from ..checkpoint import find_checkpoint, read_weights
 from ..drafters import DRAFTERS, Drafter, DrafterConfig, build_drafter
@@ -111,9 +112,10 @@ def find_drafter(name: str) -> Path:
         return folder
     if (folder / "config.json").exists():
         return folder
-    if (folder / "export" / "config.json").exists():
-        return folder / "export"
-    if (folder / "checkpoints").is_dir():
+    run = RunFolder(folder)
+    if (run.export / "config.json").exists():
+        return run.export
+    if run.checkpoints.is_dir():
         return find_checkpoint(folder)
     raise UserError(
         "neither an export nor a run: there is no config.json and no checkpoint",

@@ -165,7 +165,7 @@ def test_mooncake_between_processes_and_what_a_clean_end_takes_along(configs, ma
             assert consumer.get(f"clean{number}", 1_000_000) == bytes([number]) * 1_000_000
             consumer.remove(f"clean{number}")
         assert [key for key in master.objects() if key.startswith("clean")] == ["clean2"]
-        process.communicate(timeout=30)
+        process.communicate(timeout=300)
         assert process.returncode == 0
         with pytest.raises(StoreError):
             consumer.get("clean2", 1_000_000)
@@ -180,7 +180,7 @@ def test_the_objects_of_a_killed_mooncake_producer_give_an_error_at_once(configs
     consumer = build_store(configs["mooncake"], role="consumer")
     try:
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=10)
+        process.communicate(timeout=300)
         began = time.monotonic()
         with pytest.raises(StoreError):
             consumer.get("killed0", 1_000_000)
@@ -233,7 +233,7 @@ def test_a_killed_writer_leaves_nothing_that_looks_like_an_object(tmp_path):
         "os.fsync = lambda fd: os.kill(os.getpid(), 9)\n"
         "FilesystemStore(sys.argv[1]).put('key', b'x' * 100000)\n"
     )
-    finished = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)
+    finished = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=300)
     assert finished.returncode == -signal.SIGKILL
     store = FilesystemStore(str(tmp_path))
     with pytest.raises(Missing):

@@ -15,7 +15,7 @@ from launch import roles, run
 from launch.cli import main
 from launch.slurm import nodes
 from launch.slurm.layout import Layout, lay_out
-from launch.slurm.queue import FOLDER, job_of, remember_beginning, remember_job
+from launch.slurm.queue import job_of, remember_beginning, remember_job
 from launch.slurm.script import write_script
 from launch.slurm.submit import _local_file_system
 from launch.slurm.sweep import combinations
@@ -308,7 +308,7 @@ def test_how_a_job_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said:
     (tmp_path / "squeue").write_text(f"#!/bin/sh\nprintf '{said}'\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    (tmp_path / FOLDER).mkdir()
+    (tmp_path / "slurm").mkdir()
     remember_job(tmp_path, "7")
     assert job_of(tmp_path) == ("7", stands)
 
