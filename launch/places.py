@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from trainer.cluster import ClusterConfig
-from trainer.config import RunConfig
 
 from .gpus import place, visible_gpus
 from .processes import Role
@@ -80,12 +79,3 @@ class Here:
     def trainer(self) -> Seat:
         devices, _ = place(self.gpus, self.cluster.ranks, self.cluster.producers)
         return Seat(self.host, tuple(devices))
-
-
-def find_places(config: RunConfig) -> Places:
-    """Raises UserError for cluster.launcher=slurm outside of a Slurm job."""
-    if config.cluster.launcher == "slurm":
-        from .slurm.nodes import nodes_of_this_job
-
-        return nodes_of_this_job(config)
-    return Here(config.cluster, config.cluster.host)

@@ -26,7 +26,7 @@ from trainer.export.run import export_run
 from trainer.setup import RunSetup, prepare_run
 
 from . import data, preflight, report, results
-from .places import Places, find_places
+from .places import Here, Places
 from .plan import show_plan
 from .processes import Stopped, Terminated
 from .screen import Screen
@@ -62,7 +62,7 @@ def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
     run_dir = Path(config.run_dir)
     screen.line(f"draftsmith run {config.recipe} → {run_dir}")
     with screen.stage("check") as note:
-        places = find_places(config)
+        places = _find_places(config)
         config = replace(config, cluster=replace(config.cluster, host=places.host))
         ports = preflight.check(config, run_dir, places)
         note("folder, disk, store and ports are fine" if ports else "folder and disk are fine")
@@ -122,6 +122,15 @@ def _learn_and_judge(setup: RunSetup, places: Places, ports: dict[str, int], scr
         screen.line(f"\nwarning: {warning}")
     screen.line(f"\ntry next: {next_command(setup.config)}")
     return summary
+
+
+def _find_places(config: RunConfig) -> Places:
+    """Raises UserError for cluster.launcher=slurm outside of a Slurm job."""
+    if config.cluster.launcher == "slurm":
+        from .slurm.nodes import nodes_of_this_job
+
+        return nodes_of_this_job(config)
+    return Here(config.cluster, config.cluster.host)
 
 
 def next_command(config: RunConfig) -> str:
