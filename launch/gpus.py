@@ -17,7 +17,7 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
-def place(gpus: list[str], ranks: int, producers: int) -> tuple[list[str], list[str]]:
+def assign_gpus(gpus: list[str], ranks: int, producers: int) -> tuple[list[str], list[str]]:
     """Which GPUs the ranks have, and which one each producer. Ranks come first; producers share out what is left, or the
     ranks' own when nothing is. Without a GPU both are empty. Raises UserError when there are fewer GPUs than ranks."""
     if not gpus:

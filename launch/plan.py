@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from trainer.config import RunConfig
 
 from . import roles
-from .places import Here
+from .placement import LocalPlacement
 from .processes import Role
 from .screen import Screen
 
@@ -33,7 +33,7 @@ def show_plan(config: RunConfig, screen: Screen) -> None:
 def planned_roles(config: RunConfig, run_dir: Path) -> list[Role]:
     """The roles with the ports that the configuration fixes; others are chosen when the run starts."""
     cluster = config.cluster
-    places = Here(cluster, cluster.host)
+    placement = LocalPlacement(cluster, cluster.host)
     given = {"ledger": cluster.ledger_port, "store": cluster.store_port, "metrics": cluster.metrics_port}
     ports = {name: port or "ANY_FREE_PORT" for name, port in given.items()}
     connected = roles.connect(config, run_dir, ports)
@@ -41,10 +41,10 @@ def planned_roles(config: RunConfig, run_dir: Path) -> list[Role]:
     if config.has_store:
         planned.append(roles.master(config, ports))
     if config.source.streams:
-        planned += [roles.ledger(run_dir), *roles.producers(connected, places)]
+        planned += [roles.ledger(run_dir), *roles.producers(connected, placement)]
     if config.source.name == "offline":
-        planned += roles.captures(config, run_dir, places)
-    return [*planned, roles.trainer(config, run_dir, places, ports)]
+        planned += roles.captures(config, run_dir, placement)
+    return [*planned, roles.trainer(config, run_dir, placement, ports)]
 
 
 def stages(config: RunConfig) -> list[tuple[str, str]]:

@@ -13,18 +13,18 @@ from data_pipelines.errors import UserError
 from trainer.config import RunConfig
 
 from .doctor import GIB
-from .places import Places
+from .placement import Placement
 from .processes import claim_port
 
 _LEAST_FREE_GIB = 0.5
 
 
-def check(config: RunConfig, run_dir: Path, places: Places) -> dict[str, int]:
+def check(config: RunConfig, run_dir: Path, placement: Placement) -> dict[str, int]:
     """Raises UserError on the first problem. Returns the ports of the run's servers: ledger, store, metrics, rendezvous."""
     for folder, what in ((run_dir, "the run's folder"), (user_cache(), "the user's cache")):
         _check_writable(folder, what)
     check_data(config)
-    places.check()
+    placement.check()
     if config.source.streams and config.cluster.producers < 1:
         raise UserError(
             f"cluster.producers=0 with source={config.source.name}", fix="set at least 1, or source=colocated"
@@ -40,7 +40,7 @@ def check(config: RunConfig, run_dir: Path, places: Places) -> dict[str, int]:
             fix="leave it out; to start the roles by hand: draftsmith ledger <recipe> …",
         )
     cluster, ports = config.cluster, {}
-    if places.nodes > 1:
+    if placement.nodes > 1:
         ports["rendezvous"] = claim_port("cluster.rendezvous_port", cluster.host, cluster.rendezvous_port)
     if not config.source.streams:
         return ports

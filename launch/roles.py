@@ -11,7 +11,7 @@ from pathlib import Path
 from data_pipelines.run_folder import RunFolder
 from trainer.config import RunConfig
 
-from .places import Places
+from .placement import Placement
 from .processes import Role
 
 
@@ -55,44 +55,44 @@ def ledger(run_dir: Path) -> Role:
     return Role("ledger", [sys.executable, *_draftsmith("ledger", str(run_dir))], server=True)
 
 
-def producers(config: RunConfig, places: Places) -> list[Role]:
+def producers(config: RunConfig, placement: Placement) -> list[Role]:
     cluster, source = config.cluster, config.source
     common = ["--ledger", source.ledger, "--token-file", source.token_file]
     if source.ca_file:
         common += ["--ca-file", source.ca_file]
     found = []
     for i in range(cluster.producers):
-        name, seat = f"producer-{i}", places.producer(i)
+        name, location = f"producer-{i}", placement.producer(i)
         own = ["--name", name]
         if cluster.producer_metrics_port:
-            own += ["--metrics-port", str(cluster.producer_metrics_port + i), "--metrics-host", seat.host]
-        found.append(seat.role(name, _draftsmith("produce", *common, *own), _threads(config)))
+            own += ["--metrics-port", str(cluster.producer_metrics_port + i), "--metrics-host", location.host]
+        found.append(location.role(name, _draftsmith("produce", *common, *own), _threads(config)))
     return found
 
 
-def captures(config: RunConfig, run_dir: Path, places: Places) -> list[Role]:
+def captures(config: RunConfig, run_dir: Path, placement: Placement) -> list[Role]:
     """source=offline: the producers' place is taken by processes that fill the folder of features and end."""
     count = max(1, config.cluster.producers)
     command = ["capture", "--config", str(RunFolder(run_dir).config), "--shard"]
     return [
-        places.capture(i).role(f"capture-{i}", _draftsmith(*command, f"{i}/{count}"), _threads(config))
+        placement.capture(i).role(f"capture-{i}", _draftsmith(*command, f"{i}/{count}"), _threads(config))
         for i in range(count)
     ]
 
 
-def trainer(config: RunConfig, run_dir: Path, places: Places, ports: dict[str, int]) -> Role:
+def trainer(config: RunConfig, run_dir: Path, placement: Placement, ports: dict[str, int]) -> Role:
     """torchrun on each of the trainer's nodes; signals that ask for a checkpoint are handed on to the ranks."""
     where = ["--standalone"]
-    if places.nodes > 1:
-        where = ["--nnodes", str(places.nodes), "--rdzv-backend", "c10d", "--rdzv-id", secrets.token_hex(8)]
-        where += ["--rdzv-endpoint", f"{places.host}:{ports['rendezvous']}"]
+    if placement.nodes > 1:
+        where = ["--nnodes", str(placement.nodes), "--rdzv-backend", "c10d", "--rdzv-id", secrets.token_hex(8)]
+        where += ["--rdzv-endpoint", f"{placement.host}:{ports['rendezvous']}"]
     command = [
         *("-m", "torch.distributed.run", *where),
-        *("--nproc-per-node", str(config.cluster.ranks // places.nodes)),
+        *("--nproc-per-node", str(config.cluster.ranks // placement.nodes)),
         *("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"),
         *("-m", "trainer.train", "--config", str(RunFolder(run_dir).config)),
     ]
-    return places.trainer().role("trainer", command, _threads(config))
+    return placement.trainer().role("trainer", command, _threads(config))
 
 
 def _draftsmith(*arguments: str) -> list[str]:

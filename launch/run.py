@@ -26,7 +26,7 @@ from trainer.export.run import export_run
 from trainer.setup import RunSetup, prepare_run
 
 from . import data, preflight, report, results
-from .places import Here, Places
+from .placement import LocalPlacement, Placement
 from .plan import show_plan
 from .processes import Stopped, Terminated
 from .screen import Screen
@@ -62,9 +62,9 @@ def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
     run_dir = Path(config.run_dir)
     screen.line(f"draftsmith run {config.recipe} → {run_dir}")
     with screen.stage("check") as note:
-        places = _find_places(config)
-        config = replace(config, cluster=replace(config.cluster, host=places.host))
-        ports = preflight.check(config, run_dir, places)
+        placement = _find_placement(config)
+        config = replace(config, cluster=replace(config.cluster, host=placement.host))
+        ports = preflight.check(config, run_dir, placement)
         note("folder, disk, store and ports are fine" if ports else "folder and disk are fine")
     with only_run_in(run_dir):
         if config.resume == "never":
@@ -79,7 +79,7 @@ def run(config: RunConfig, screen: Screen) -> dict[str, Any]:
             save_config(config, RunFolder(run_dir).config)
             remember_beginning(run_dir)
             note(data.describe(setup))
-        return _learn_and_judge(setup, places, ports, screen)
+        return _learn_and_judge(setup, placement, ports, screen)
 
 
 def _prepare(config: RunConfig, run_dir: Path) -> RunSetup:
@@ -95,7 +95,7 @@ def _prepare(config: RunConfig, run_dir: Path) -> RunSetup:
     return setup
 
 
-def _learn_and_judge(setup: RunSetup, places: Places, ports: dict[str, int], screen: Screen) -> dict[str, Any]:
+def _learn_and_judge(setup: RunSetup, placement: Placement, ports: dict[str, int], screen: Screen) -> dict[str, Any]:
     run_dir, agreement = setup.run_dir, None
     if setup.config.data.regenerate.mode == "sample":
         with screen.stage("sample") as note:
@@ -105,7 +105,7 @@ def _learn_and_judge(setup: RunSetup, places: Places, ports: dict[str, int], scr
         before = results.judge(setup, "before")
         note(results.describe(before))
     with screen.stage("train") as note:
-        note(train(setup, places, ports, screen))
+        note(train(setup, placement, ports, screen))
     with screen.stage("export") as note:
         exported = export_run(setup)
         note(str(exported))
@@ -124,13 +124,13 @@ def _learn_and_judge(setup: RunSetup, places: Places, ports: dict[str, int], scr
     return summary
 
 
-def _find_places(config: RunConfig) -> Places:
+def _find_placement(config: RunConfig) -> Placement:
     """Raises UserError for cluster.launcher=slurm outside of a Slurm job."""
     if config.cluster.launcher == "slurm":
         from .slurm.nodes import nodes_of_this_job
 
         return nodes_of_this_job(config)
-    return Here(config.cluster, config.cluster.host)
+    return LocalPlacement(config.cluster, config.cluster.host)
 
 
 def next_command(config: RunConfig) -> str:

@@ -22,7 +22,7 @@ from trainer.setup import RunSetup, prepare_run
 
 from . import roles
 from .failures import describe, told_to_stop
-from .places import Places
+from .placement import Placement
 from .preflight import check_tls
 from .processes import Child, Crew, Role, Stopped, Terminated, end_hung
 from .results import finished
@@ -33,7 +33,7 @@ _CHECKPOINT_GRACE = 120.0  # least seconds for the trainer to write one when the
 _POLL = 0.2
 
 
-def train(setup: RunSetup, places: Places, ports: dict[str, int], screen: Screen) -> str:
+def train(setup: RunSetup, placement: Placement, ports: dict[str, int], screen: Screen) -> str:
     """Run the training from the newest checkpoint (or the start) to its end. Returns what there is to say about it.
 
     Raises UserError with the cause when it fails, and Stopped when the person or the system ended it.
@@ -59,9 +59,9 @@ def train(setup: RunSetup, places: Places, ports: dict[str, int], screen: Screen
                 view.say(f"watch it: draftsmith status {run_dir} --watch")
                 view.say(f"      or: {config.source.ledger}/#token=<the text in {config.source.token_file}>")
             if config.source.name == "offline":
-                _capture(crew, roles.captures(config, run_dir, places), run_dir, view)
-            _start_stream(crew, config, run_dir, places, ports)
-            trainer = crew.start_trainer(roles.trainer(config, run_dir, places, ports))
+                _capture(crew, roles.captures(config, run_dir, placement), run_dir, view)
+            _start_stream(crew, config, run_dir, placement, ports)
+            trainer = crew.start_trainer(roles.trainer(config, run_dir, placement, ports))
             with watching(crew, config, ports):
                 try:
                     _watch(crew, trainer, config, total, view)
@@ -120,7 +120,7 @@ def begin_by_hand(config: RunConfig) -> Path:
     return setup.folder.ledger
 
 
-def _start_stream(crew: Crew, config: RunConfig, run_dir: Path, places: Places, ports: dict[str, int]) -> None:
+def _start_stream(crew: Crew, config: RunConfig, run_dir: Path, placement: Placement, ports: dict[str, int]) -> None:
     if not config.source.streams:
         return
     host = config.cluster.host
@@ -133,7 +133,7 @@ def _start_stream(crew: Crew, config: RunConfig, run_dir: Path, places: Places, 
         except UserError as error:
             raise master.failure(error.what) from error
     crew.start_helper(roles.ledger(run_dir))
-    for role in roles.producers(config, places):
+    for role in roles.producers(config, placement):
         crew.start_helper(role)
 
 

@@ -17,7 +17,7 @@ from data_pipelines.network import own_address
 from trainer.cluster import SlurmConfig
 from trainer.config import RunConfig
 
-from ..places import Here, Places, Seat
+from ..placement import LocalPlacement, Location, Placement
 from .layout import Layout, lay_out
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
@@ -26,7 +26,7 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _HOSTED_BY_ONE = '[ "$SLURMD_NODENAME" = "$0" ] && is=true || is=false; exec env PET_RDZV_CONF=is_host=$is "$@"'
 
 
-def nodes_of_this_job(config: RunConfig) -> Places:
+def nodes_of_this_job(config: RunConfig) -> Placement:
     """Raises UserError outside of a job, on another than its first node, and in one of another size."""
     layout, slurm = lay_out(config), config.cluster.slurm
     if "SLURM_JOB_ID" not in os.environ:
@@ -58,7 +58,7 @@ def nodes_of_this_job(config: RunConfig) -> Places:
         )
     host = _address(slurm, trainers[0], (*trainers[1:], *inference))
     if layout.nodes == 1:
-        return Here(config.cluster, host)
+        return LocalPlacement(config.cluster, host)
     return JobNodes(slurm, layout, host, trainers, inference)
 
 
@@ -79,26 +79,26 @@ class JobNodes:
     def check(self) -> None:
         """The nodes were counted when the job was laid out; how many GPUs each has is Slurm's to see to."""
 
-    def producer(self, i: int) -> Seat:
+    def producer(self, i: int) -> Location:
         node, slot = divmod(i, self.layout.producers_per_node)
-        return self._seat([self.inference[node]], self._gpu(slot, self.layout.inference_gpus), inference=True)
+        return self._location([self.inference[node]], self._gpu(slot, self.layout.inference_gpus), inference=True)
 
-    def capture(self, i: int) -> Seat:
+    def capture(self, i: int) -> Location:
         """Nobody trains yet: the trainer's GPUs are there to be shared out."""
         slot, node = divmod(i, self.nodes)
-        return self._seat([self.trainers[node]], self._gpu(slot, self.layout.gpus))
+        return self._location([self.trainers[node]], self._gpu(slot, self.layout.gpus))
 
-    def trainer(self) -> Seat:
+    def trainer(self) -> Location:
         gpus = range(self.layout.ranks_per_node if self.layout.gpus else 0)
-        seat = self._seat(self.trainers, tuple(map(str, gpus)))
+        location = self._location(self.trainers, tuple(map(str, gpus)))
         if self.nodes == 1:
-            return seat
-        return replace(seat, prefix=(*seat.prefix, "sh", "-c", _HOSTED_BY_ONE, self.trainers[0]))
+            return location
+        return replace(location, prefix=(*location.prefix, "sh", "-c", _HOSTED_BY_ONE, self.trainers[0]))
 
     def _gpu(self, slot: int, gpus: int) -> tuple[str, ...]:
         return (str(slot % gpus),) if gpus else ()
 
-    def _seat(self, nodes: list[str], gpus: tuple[str, ...], *, inference: bool = False) -> Seat:
+    def _location(self, nodes: list[str], gpus: tuple[str, ...], *, inference: bool = False) -> Location:
         """One task on each of the nodes. A step shares what its nodes have with the other steps, and has all of it."""
         slurm = self.slurm
         words = ["srun", "--overlap", "--export=ALL", "--kill-on-bad-exit=1", "--cpu-bind=none", *slurm.srun]
@@ -112,7 +112,7 @@ class JobNodes:
             words.append(f"--container-mounts={','.join(slurm.container_mounts)}")
         host = _node_address(nodes[0]) if inference else self.host
         named = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), slurm.interface) if slurm.interface else {}
-        return Seat(host, gpus, (*words, *slurm.prefix), slurm.step_python or sys.executable, named)
+        return Location(host, gpus, (*words, *slurm.prefix), slurm.step_python or sys.executable, named)
 
 
 def _address(slurm: SlurmConfig, own: str, others: tuple[str, ...]) -> str:

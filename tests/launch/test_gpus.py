@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from data_pipelines.errors import UserError
-from launch.gpus import place, visible_gpus
+from launch.gpus import assign_gpus, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,12 @@ from launch.gpus import place, visible_gpus
     ],
 )
 def test_ranks_first_and_producers_on_what_is_left(gpus, ranks, producers, expected) -> None:
-    assert place(list(gpus), ranks, producers) == tuple(map(list, expected))
+    assert assign_gpus(list(gpus), ranks, producers) == tuple(map(list, expected))
 
 
 def test_fewer_gpus_than_ranks_are_refused() -> None:
     with pytest.raises(UserError, match=r"cluster\.ranks=2, and this machine shows 1 GPU"):
-        place(["0"], 2, 2)
+        assign_gpus(["0"], 2, 2)
 
 
 def test_the_user_may_hide_gpus(monkeypatch) -> None:

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from launch.gpus import place
+from launch.gpus import assign_gpus
 from tests.benchmarks import gpu
 from trainer.config import load_config
 
@@ -56,5 +56,5 @@ def test_a_recipe_that_does_not_fit_or_takes_too_long_says_so(capsys, monkeypatc
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
 def test_the_demo_asks_for_no_more_gpus_than_there_are(gpus) -> None:
     cluster = load_config("demo", gpu.demo_overrides(gpus)).cluster
-    ranks, _ = place([str(number) for number in range(gpus)], cluster.ranks, cluster.producers)
+    ranks, _ = assign_gpus([str(number) for number in range(gpus)], cluster.ranks, cluster.producers)
     assert len(ranks) == min(2, gpus)

@@ -241,29 +241,29 @@ def test_every_role_is_a_step_on_its_node_and_gpus(tmp_path: Path, monkeypatch: 
         "ci_eagle3",
         ["cluster.ranks=12", "global_batch=12", "cluster.producers=12", "cluster.producer_metrics_port=9000", *site],
     )
-    places = nodes.JobNodes(config.cluster.slurm, lay_out(config), "10.0.0.1", ["n1", "n2"], ["n3", "n4"])
+    placement = nodes.JobNodes(config.cluster.slurm, lay_out(config), "10.0.0.1", ["n1", "n2"], ["n3", "n4"])
     step = "srun --overlap --export=ALL --kill-on-bad-exit=1 --cpu-bind=none --mpi=none --nodes={0} --ntasks={0}"
     step += " --ntasks-per-node=1 --nodelist={1} --container-image=/i.sqsh --container-mounts=/shared,/scratch env"
     step += " OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES={2} python3 -m "
-    producers = roles.producers(config, places)
+    producers = roles.producers(config, placement)
     first, last = producers[0], producers[11]
     assert " ".join(first.command).startswith(step.format(1, "n3", "0") + "launch.cli produce")
     assert " ".join(last.command).startswith(step.format(1, "n4", "3") + "launch.cli produce")
     assert last.command[-4:] == ["--metrics-port", "9011", "--metrics-host", "10.0.0.4"]
-    trainer = roles.trainer(config, tmp_path, places, {"rendezvous": 29500})
+    trainer = roles.trainer(config, tmp_path, placement, {"rendezvous": 29500})
     words = " ".join(trainer.command).replace(f"sh -c {nodes._HOSTED_BY_ONE} n1 ", "")
     assert words.startswith(step.format(2, "n1,n2", "0,1,2,3,4,5") + "torch.distributed.run --nnodes 2 ")
     assert "--rdzv-endpoint 10.0.0.1:29500 --nproc-per-node 6 " in words
     assert trainer.elsewhere and first.elsewhere and not trainer.env
-    captures = [" ".join(role.command) for role in roles.captures(config, tmp_path, places)]
+    captures = [" ".join(role.command) for role in roles.captures(config, tmp_path, placement)]
     assert captures[1].startswith(step.format(1, "n2", "0")) and captures[2].startswith(step.format(1, "n1", "1"))
 
 
 def test_the_steps_use_the_interface_and_the_first_node_holds_the_rendezvous(tmp_path: Path) -> None:
     sized = ["gpus_per_node=0", "ranks_per_node=1", "producers_per_node=1", "interface=ib0"]
     config = load_config("ci_eagle3", [f"cluster.slurm.{key}" for key in sized])
-    places = nodes.JobNodes(config.cluster.slurm, lay_out(config), "10.0.0.1", ["n1", "n2"], ["n3", "n4"])
-    words = roles.trainer(config, tmp_path, places, {"rendezvous": 29500}).command
+    placement = nodes.JobNodes(config.cluster.slurm, lay_out(config), "10.0.0.1", ["n1", "n2"], ["n3", "n4"])
+    words = roles.trainer(config, tmp_path, placement, {"rendezvous": 29500}).command
     assert words[words.index("n1") + 1 :][:4] == [
         "env", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME=ib0",
     ]  # fmt: skip

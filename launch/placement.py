@@ -12,12 +12,12 @@ from typing import Protocol
 
 from trainer.cluster import ClusterConfig
 
-from .gpus import place, visible_gpus
+from .gpus import assign_gpus, visible_gpus
 from .processes import Role
 
 
 @dataclass(frozen=True)
-class Seat:
+class Location:
     """Where one process runs. prefix: the words before its command that take it there; none on this machine. python: the
     interpreter there. gpus: by the names that CUDA_VISIBLE_DEVICES takes. host: the address of that machine, for its
     metrics. environment: what a process needs to know of the place."""
@@ -40,7 +40,7 @@ class Seat:
         return Role(name, [*self.prefix, "env", *variables, self.python, *command], elsewhere=True)
 
 
-class Places(Protocol):
+class Placement(Protocol):
     """host: the address of this machine, at which the run's servers are reached. nodes: how many have trainer ranks."""
 
     host: str
@@ -49,15 +49,15 @@ class Places(Protocol):
     def check(self) -> None:
         """Raises UserError when there is not room for all."""
 
-    def producer(self, i: int) -> Seat: ...
+    def producer(self, i: int) -> Location: ...
 
-    def capture(self, i: int) -> Seat: ...
+    def capture(self, i: int) -> Location: ...
 
-    def trainer(self) -> Seat: ...
+    def trainer(self) -> Location: ...
 
 
 @dataclass
-class Here:
+class LocalPlacement:
     """Everything on this machine."""
 
     cluster: ClusterConfig
@@ -66,16 +66,16 @@ class Here:
     gpus: list[str] = field(default_factory=visible_gpus)
 
     def check(self) -> None:
-        place(self.gpus, self.cluster.ranks, self.cluster.producers)
+        assign_gpus(self.gpus, self.cluster.ranks, self.cluster.producers)
 
-    def producer(self, i: int) -> Seat:
-        _, devices = place(self.gpus, self.cluster.ranks, self.cluster.producers)
-        return Seat(self.host, tuple(devices[i : i + 1]))
+    def producer(self, i: int) -> Location:
+        _, devices = assign_gpus(self.gpus, self.cluster.ranks, self.cluster.producers)
+        return Location(self.host, tuple(devices[i : i + 1]))
 
-    def capture(self, i: int) -> Seat:
+    def capture(self, i: int) -> Location:
         """Nobody else runs yet: all GPUs are there to be shared out."""
-        return Seat(self.host, (self.gpus[i % len(self.gpus)],) if self.gpus else ())
+        return Location(self.host, (self.gpus[i % len(self.gpus)],) if self.gpus else ())
 
-    def trainer(self) -> Seat:
-        devices, _ = place(self.gpus, self.cluster.ranks, self.cluster.producers)
-        return Seat(self.host, tuple(devices))
+    def trainer(self) -> Location:
+        devices, _ = assign_gpus(self.gpus, self.cluster.ranks, self.cluster.producers)
+        return Location(self.host, tuple(devices))
