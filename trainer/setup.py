@@ -103,7 +103,7 @@ def prepare_run(config: RunConfig) -> RunSetup:
         )
     described, start, begins = begin_from(config.drafter, target)
     config = replace(config, drafter=described.completed(tokenizer, target.config.vocab_size))
-    most, asked = config.drafter.most_drafts, config.evaluate.draft_tokens
+    most, asked = config.drafter.max_drafts, config.evaluate.draft_tokens
     if most is not None and asked > most:
         raise UserError(
             f"evaluate.draft_tokens={asked}, and this drafter drafts at most {most} a round",

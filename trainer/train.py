@@ -88,7 +88,7 @@ def train(config: RunConfig, world: World) -> bool:
         )
         packs = Prefetcher(source, items, config.source.prefetch)
     if context.size > 1:
-        packs = SharedPacks(context, packs, items, setup.spec, strategy.drafter.rows_ahead)
+        packs = SharedPacks(context, packs, items, setup.spec, strategy.drafter.lookahead_rows)
     tracker = Tracker(config.tracker, setup.run_dir, config, start_step=start) if first else None
     checkpointer = Checkpointer(checkpoints, config.checkpoint, setup.identity)
     limit_waits(config.parallel.timeout_seconds)  # of all groups, which exist by now

@@ -82,7 +82,7 @@ def measured(world: World, name: str, tokens: int, recompute: bool) -> SimpleNam
     packs = one = OnePack(tokens, context.fetches)
     if context.size > 1:
         spec = FeatureSpec("random", tuple(range(TAPS)), TARGET.hidden_size, "float32")
-        packs = SharedPacks(context, one if context.fetches else None, iter(one), spec, drafter.rows_ahead)
+        packs = SharedPacks(context, one if context.fetches else None, iter(one), spec, drafter.lookahead_rows)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before = _status("VmRSS")
     index, pack, features = packs.next()

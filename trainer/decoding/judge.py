@@ -23,7 +23,7 @@ def judge_saved(target: Target, draft: str, cfg: EvaluateConfig, seed: int, draf
     another target, before anything is decoded.
     """
     saved = read_drafter(find_drafter(draft), target)
-    most = saved.config.most_drafts
+    most = saved.config.max_drafts
     if most is not None and (draft_tokens or 0) > most:
         raise UserError(
             f"--draft-tokens {draft_tokens}, and this drafter drafts at most {most} a round",

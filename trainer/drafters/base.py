@@ -44,7 +44,7 @@ class DrafterConfig:
         Mixture.parse(self.loss)
 
     @property
-    def most_drafts(self) -> int | None:
+    def max_drafts(self) -> int | None:
         """The most tokens that can be drafted a round; None: any number."""
         return None
 
@@ -158,7 +158,7 @@ class Drafter(nn.Module):
     # ---- training
 
     @property
-    def rows_ahead(self) -> int:
+    def lookahead_rows(self) -> int:
         """How many rows behind its own a row's drafts have their teachers in."""
         return self.first + self.depth - 1
 
@@ -194,7 +194,7 @@ class Drafter(nn.Module):
         sums [len(metrics), K] for the log, without gradient."""
         raise NotImplementedError
 
-    def again(self, function: Callable, *args: Any) -> Any:
+    def recomputed(self, function: Callable, *args: Any) -> Any:
         """`function(*args)`; with `recompute`, what it would keep for the backward is computed again there.
 
         The function has to be one of its arguments alone.

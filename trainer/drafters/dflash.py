@@ -72,14 +72,14 @@ class DFlashConfig(ShapeConfig):
         for key in ("num_layers", "anchors", "sliding_window"):
             if getattr(self, key) < 1:
                 raise UserError(f"drafter.{key}={getattr(self, key)}; it must be at least 1")
-        if self.most_drafts < 1:
+        if self.max_drafts < 1:
             raise UserError(f"drafter.block_size={self.block_size} leaves no slot that drafts", fix="use at least 2")
         if self.gamma <= 0:
             raise UserError(f"drafter.gamma={self.gamma}; it must be positive")
         check_layer_types(self.layer_types, self.num_layers)
 
     @property
-    def most_drafts(self) -> int:
+    def max_drafts(self) -> int:
         return self.block_size - SLOTS[self.slots]
 
     def completed(self, tokenizer, vocab_size: int) -> DFlashConfig:
@@ -149,7 +149,7 @@ class DFlash(Drafter):
         super().__init__()
         if not 0 <= config.mask_token < target_config.vocab_size:
             raise UserError(f"drafter.mask_token={config.mask_token} is not in the target's vocabulary")
-        self.config, self.depth = config, config.most_drafts
+        self.config, self.depth = config, config.max_drafts
         exponential = config.weighting == "exponential"
         self.step_weights = [math.exp(-k / config.gamma) if exponential else 1.0 for k in range(self.depth)]
         self.taps = self.contract(config, target_config.num_hidden_layers).taps
@@ -209,7 +209,7 @@ class DFlash(Drafter):
         context, blocks = self.hidden_norm(self.fc(taps.flatten(-2))), frozen.embed(tokens)
         rope, context_rope = self.rotary(anchors[:, None] + offsets), self.rotary(positions)
         for layer, attention in zip(self.layers, attentions):
-            blocks = self.again(layer, blocks, rope, context, context_rope, attention)
+            blocks = self.recomputed(layer, blocks, rope, context, context_rope, attention)
         return self.norm(blocks[:, SLOTS[self.config.slots] :])
 
     # ---- training
@@ -250,13 +250,13 @@ class DFlash(Drafter):
         factors = targets.trained[step, row].to(weights.dtype)
         if self.config.weighting == "dpace":
             labels = self.to_draft(batch.input_ids[row + 1 + step])
-            chances = torch.zeros(len(anchors), self.depth, dtype=weights.dtype, device=row.device)
-            chances[block, step] = label_probabilities(states, head, labels).to(weights.dtype)
+            probs = torch.zeros(len(anchors), self.depth, dtype=weights.dtype, device=row.device)
+            probs[block, step] = label_probabilities(states, head, labels).to(weights.dtype)
             counts = targets.counts[:, anchors].T
-            factors = factors * dpace(chances, counts, self.config.dpace_alpha)[block, step]
+            factors = factors * dpace(probs, counts, self.config.dpace_alpha)[block, step]
         loss, judged = self.draft_loss(batch, targets, frozen, states, head, weights[step] * factors)
-        beside = self.loss_beside(hidden[block, step], previous[block, step], judged)
-        return loss + (weights[step] * beside).sum(), self.sums(targets, judged, judged.loss * factors + beside)
+        auxiliary = self.auxiliary_loss(hidden[block, step], previous[block, step], judged)
+        return loss + (weights[step] * auxiliary).sum(), self.sums(targets, judged, judged.loss * factors + auxiliary)
 
     def read_out(
         self, hidden: torch.Tensor, previous: torch.Tensor, frozen: FrozenTarget
@@ -265,7 +265,7 @@ class DFlash(Drafter):
         before each draft."""
         return hidden, self.head(frozen)
 
-    def loss_beside(self, hidden: torch.Tensor, previous: torch.Tensor, judged: Judged) -> torch.Tensor:
+    def auxiliary_loss(self, hidden: torch.Tensor, previous: torch.Tensor, judged: Judged) -> torch.Tensor:
         """[n], of drafts with hidden [n, H]: what is learnt beside the drafts themselves. Here nothing."""
         return torch.zeros_like(judged.loss)
 
@@ -354,18 +354,18 @@ class DFlash(Drafter):
 @torch.no_grad()
 def label_probabilities(states: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """q(label) [n], of states [n, H'], in chunks; 0 for a label of -1 (outside the draft vocabulary)."""
-    chances = []
+    probs = []
     for rows, wanted in zip(*(x.split(max(1, CHUNK_ELEMENTS // len(head))) for x in (states, labels))):
         q = upcast(rows @ head.T).log_softmax(-1).gather(1, wanted.clamp(min=0)[:, None]).squeeze(1).exp()
-        chances.append(torch.where(wanted >= 0, q, 0.0))
-    return torch.cat(chances)
+        probs.append(torch.where(wanted >= 0, q, 0.0))
+    return torch.cat(probs)
 
 
-def dpace(chances: torch.Tensor, counts: torch.Tensor, alpha: float) -> torch.Tensor:
+def dpace(probs: torch.Tensor, counts: torch.Tensor, alpha: float) -> torch.Tensor:
     """D-PACE weights [N, K]: how much of a block's expected length hangs on each draft.
 
-    chances: q(label) [N, K]. counts: bool [N, K]; a draft that does not count neither passes nor weighs. With
+    probs: q(label) [N, K]. counts: bool [N, K]; a draft that does not count neither passes nor weighs. With
     s = (1-alpha)·q + alpha, draft j weighs the sum of Π_{l≤i} s_l over all drafts i ≥ j.
     """
-    survival = torch.where(counts, (1 - alpha) * chances + alpha, 1.0).cumprod(1) * counts
+    survival = torch.where(counts, (1 - alpha) * probs + alpha, 1.0).cumprod(1) * counts
     return survival.flip(1).cumsum(1).flip(1) * counts

@@ -125,11 +125,11 @@ class DSpark(DFlash):
         head = torch.cat([self.head(frozen), self.markov_head.markov_w2.weight], 1)
         return torch.cat([hidden, torch.stack(features, 1)], -1), head
 
-    def loss_beside(self, hidden: torch.Tensor, previous: torch.Tensor, judged: Judged) -> torch.Tensor:
+    def auxiliary_loss(self, hidden: torch.Tensor, previous: torch.Tensor, judged: Judged) -> torch.Tensor:
         """Cross entropy of the confidence against the probability that the draft is accepted, 1 - ½‖q - p‖₁. All drafts
         that count are taken: one that the draft vocabulary lacks is a rejection that the head has to foresee."""
         if self.confidence_head is None:
-            return super().loss_beside(hidden, previous, judged)
+            return super().auxiliary_loss(hidden, previous, judged)
         confidence = upcast(self.confidence(hidden, previous))
         accepted = judged.expected_acceptance.clamp(0, 1)
         return self.config.confidence_weight * F.binary_cross_entropy_with_logits(

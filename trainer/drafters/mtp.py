@@ -80,7 +80,7 @@ class MTPConfig(DrafterConfig):
             raise UserError(f"drafter.steps={self.steps}; it must be at least 1")
 
     @property
-    def most_drafts(self) -> int | None:
+    def max_drafts(self) -> int | None:
         return self.steps if self.form == "chained" else None
 
 
@@ -225,7 +225,7 @@ class MTP(RolloutDrafter):
             return super().roll_out(batch, frozen, rows)
         hidden, outputs = self.start(batch.taps, batch.final[: len(batch.taps)], frozen), []
         for k, wanted in enumerate(rows):
-            hidden = self.again(self._own_step, batch, frozen, k, hidden)
+            hidden = self.recomputed(self._own_step, batch, frozen, k, hidden)
             outputs.append(hidden[wanted - batch.own.start])
         return outputs
 

@@ -71,7 +71,7 @@ class RolloutDrafter(Drafter):
             if k and not len(rows[k + 1]):  # families' layers cannot take this
                 outputs.append(outputs[-1][:0])
                 continue
-            hidden, normed, made = self.again(self._step, batch, frozen, rows[: k + 2], hidden, past)
+            hidden, normed, made = self.recomputed(self._step, batch, frozen, rows[: k + 2], hidden, past)
             past = [*past, made]
             outputs.append(normed)
         return outputs

@@ -90,8 +90,8 @@ class SharedPacks:
     """`Prefetcher.next` for all ranks of a group: the first has the prefetcher, and sends the others their slices.
 
     packs: on the first rank; the others go by `items`, the (index, pack) that it was given. spec: of the features.
-    rows_ahead: how many rows behind a rank's own it has `final` of. wait_seconds is what this rank waited for data, or for
-    the first rank to have them.
+    lookahead_rows: how many rows past a rank's own it has `final` of. wait_seconds is what this rank waited for data, or
+    for the first rank to have them.
 
     An error of the first rank ends it; the others then find it gone, as any rank does in a collective.
     """
@@ -102,9 +102,9 @@ class SharedPacks:
         packs: Prefetcher | None,
         items: Iterator[tuple[int, Pack]],
         spec: FeatureSpec,
-        rows_ahead: int,
+        lookahead_rows: int,
     ):
-        self._context, self._packs, self._items, self._rows_ahead = context, packs, items, rows_ahead
+        self._context, self._packs, self._items, self._lookahead_rows = context, packs, items, lookahead_rows
         self._taps, self._width, self._dtype = len(spec.taps), spec.hidden_size, getattr(torch, spec.dtype)
         self._waited = 0.0
 
@@ -170,7 +170,7 @@ class SharedPacks:
         """How many rows of taps and of final a member has."""
         own = Part(member, self._context.size).rows(tokens)
         size = own.stop - own.start
-        return size, min(size + self._rows_ahead, self._context.size * size - own.start)
+        return size, min(size + self._lookahead_rows, self._context.size * size - own.start)
 
     def _cut(self, features: Features, member: int) -> Features:
         tokens = len(features.taps)

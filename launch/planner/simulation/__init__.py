@@ -81,7 +81,7 @@ class _Counted:
             master=master / seconds / s.costs.master_workers,
             rank_nic=max(nics[:ranks]) / seconds,
             producer_nic=max(nics[ranks:]) / seconds,
-            window=max(shard.most_used for shard in world.shards) * s.ledgers / (s.window_bytes or float("inf")),
+            window=max(shard.max_used for shard in world.shards) * s.ledgers / (s.window_bytes or float("inf")),
             packs_computed=t.computed,
             packs_lost=t.lost,
             packs_refused=t.refused,

@@ -30,7 +30,7 @@ class Shard:
             clock=lambda: env.now,
             window_bytes=scenario.window_bytes // scenario.ledgers,
         )
-        self.most_used = 0
+        self.max_used = 0
 
     def call(self, kind: str, do: Callable[[], Any], *, tokens: int = 0) -> Steps:
         """One request, there and back."""
@@ -68,7 +68,7 @@ class Shard:
             self.sleepers.wake(name)
         if offers:
             self.sleepers.wake(FEATURES, one=True)
-        self.most_used = max(self.most_used, self.ledger.window()["used"])
+        self.max_used = max(self.max_used, self.ledger.window()["used"])
 
 
 class Store:

@@ -26,8 +26,8 @@ def synthetic(count: int, temperatures: list[float], seed: int) -> Rounds:
     generator = torch.Generator().manual_seed(seed)
     shape = count, len(temperatures)
     logits = 1.0 + 3.0 * torch.randn(shape, generator=generator, dtype=torch.double)
-    chances = torch.sigmoid(logits / torch.tensor(temperatures, dtype=torch.double))
-    right = torch.rand(shape, generator=generator, dtype=torch.double) < chances
+    probs = torch.sigmoid(logits / torch.tensor(temperatures, dtype=torch.double))
+    right = torch.rand(shape, generator=generator, dtype=torch.double) < probs
     ends = torch.rand(count, generator=generator) < 0.1
     judged = torch.where(ends, torch.randint(1, shape[1] + 1, (count,), generator=generator), shape[1])
     return Rounds(logits, torch.minimum(right.long().cumprod(1).sum(1), judged), judged)

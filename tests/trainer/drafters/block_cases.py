@@ -138,7 +138,7 @@ def literal_loss(drafter, frozen, made, mixture):
             if not (supervised[a] and supervised[a + 1]):
                 continue
             out = literal_draft(drafter, frozen, taps, tokens, a, forced=True)
-            losses, chances, beside, takes = [], [], [], []
+            losses, probs, beside, takes = [], [], [], []
             for k in range(drafter.depth):
                 if a + 1 + k >= n or not supervised[a : a + 2 + k].all():
                     break
@@ -150,7 +150,7 @@ def literal_loss(drafter, frozen, made, mixture):
                     p_full = p_full[drafter.kept]
                     label = drafter.kept.tolist().index(label) if label in drafter.kept.tolist() else -1
                 losses.append(mixture(log_q, p_full / p_full.sum(), p_full, label))
-                chances.append(log_q[label].exp().detach() if label >= 0 else torch.zeros(()).double())
+                probs.append(log_q[label].exp().detach() if label >= 0 else torch.zeros(()).double())
                 takes.append(take)
                 if out.confidence[k] is not None:
                     accept = torch.minimum(p_full, log_q.exp()).sum().detach()
@@ -159,7 +159,7 @@ def literal_loss(drafter, frozen, made, mixture):
                     )
             for k in range(len(losses)):
                 if config.weighting == "dpace":
-                    smooth = [(1 - config.dpace_alpha) * q + config.dpace_alpha for q in chances]
+                    smooth = [(1 - config.dpace_alpha) * q + config.dpace_alpha for q in probs]
                     pace = sum(torch.stack(smooth[: i + 1]).prod() for i in range(k, len(smooth)))
                     total = total + takes[k] * pace * losses[k] + (beside[k] if beside else 0)
                 else:

@@ -283,5 +283,5 @@ def test_step_weights_are_fastmtps(mtp):
 
 
 def test_a_chain_drafts_no_more_than_it_has_modules(mtp):
-    assert mtp(form="chained", steps=2).config.most_drafts == 2
-    assert mtp(steps=2).config.most_drafts is None
+    assert mtp(form="chained", steps=2).config.max_drafts == 2
+    assert mtp(steps=2).config.max_drafts is None

@@ -106,7 +106,7 @@ def test_a_block_drafter_of_speculators_drafts_the_same_here(target, frozen, doc
         edit(tmp_path / "export", aux_hidden_state_layer_ids=None)
     saved = read_export(tmp_path / "export", target.config)
     assert (saved.config.taps, saved.config.block_size) == ([2, 4, 5], 8)
-    assert saved.config.most_drafts == (7 if kind == "dflash" else 8)
+    assert saved.config.max_drafts == (7 if kind == "dflash" else 8)
     assert saved.config.markov_rank == expected["markov_rank"] if "markov_rank" in expected else True
     drafter = saved.build(target.config, frozen)
     saved.has_own_head(frozen)

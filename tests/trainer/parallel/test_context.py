@@ -156,13 +156,13 @@ def batch_of(index: int, pack: Pack, features: Features | None, **options) -> Ba
     return Batch.of(pack, features, **options)
 
 
-def shared_batches(world, rows_ahead: int) -> tuple[list[Batch], SharedPacks]:
+def shared_batches(world, lookahead_rows: int) -> tuple[list[Batch], SharedPacks]:
     """Of all packs, this rank's parts, over the wire from the first rank."""
     context = ContextGroup.of(world, ParallelConfig(context=world.size))
     items = [(i, pack_named(name)[0]) for i, name in enumerate(PACKS)]
     fetched = Prefetcher(Given(), items, 2) if context.fetches else None
     spec = FeatureSpec("t", (0, 1, 2), TARGET.hidden_size, "float64")
-    packs = SharedPacks(context, fetched, iter(items), spec, rows_ahead)
+    packs = SharedPacks(context, fetched, iter(items), spec, lookahead_rows)
     return [batch_of(*packs.next(), part=context.part) for _ in items], packs
 
 
@@ -174,7 +174,7 @@ def summed(world, mine: Trained) -> Trained:
 def train_every_pack(world, recompute: bool) -> dict[tuple[str, str], Trained]:
     frozen, trained = frozen_target(), {}
     for name in DRAFTERS:
-        batches, packs = shared_batches(world, new_drafter(name, frozen).rows_ahead)
+        batches, packs = shared_batches(world, new_drafter(name, frozen).lookahead_rows)
         for pack, batch in zip(PACKS, batches, strict=True):
             assert len(batch.taps) == -(-sum(PACKS[pack][0]) // world.size), "this rank has its own rows, and no others"
             trained[name, pack] = summed(world, step(name, frozen, batch, recompute))
@@ -277,7 +277,7 @@ def train_mistaken(world, mistakes: list[str]) -> dict[str, Trained]:
     frozen, trained, at = frozen_target(), {}, list(PACKS).index(CUT)
     for name in mistakes:
         drafter = MISTAKES[name].drafter
-        batches, packs = shared_batches(world, new_drafter(drafter, frozen).rows_ahead)
+        batches, packs = shared_batches(world, new_drafter(drafter, frozen).lookahead_rows)
         with pytest.MonkeyPatch.context() as patch:
             MISTAKES[name].make(patch, batches[at].own.start)
             part = ContextGroup.of(world, ParallelConfig(context=world.size)).part
@@ -292,11 +292,11 @@ def test_a_mistake_at_the_cut_is_noticed(alone):
 
 
 def test_a_row_less_behind_the_own_ones_is_noticed():
-    """Where each draft counts, the last own row has its teachers up to rows_ahead rows on, and no further."""
+    """Where each draft counts, the last own row has its teachers up to lookahead_rows rows on, and no further."""
     frozen, pack = frozen_target(), Pack((Document(np.arange(20, dtype=np.int32), np.ones(20, dtype=bool)),))
     for name in DRAFTERS:
         drafter = new_drafter(name, frozen)
-        rows = 10 + drafter.rows_ahead
+        rows = 10 + drafter.lookahead_rows
         generator = torch.Generator().manual_seed(0)
         taps, final = (torch.randn(*shape, 24, generator=generator).double() for shape in ((10, 3), (rows,)))
         batch = batch_of(0, pack, Features(taps, final), part=Part(0, 2))
@@ -331,7 +331,7 @@ def run_loop(world, config: ParallelConfig, name: str, folder: Path, start: int,
     packs = Prefetcher(source, items, 2) if context.fetches else None
     if context.size > 1:
         spec = FeatureSpec("random", tuple(range(TAPS)), SIZE, "float32")
-        packs = SharedPacks(context, packs, items, spec, strategy.drafter.rows_ahead)
+        packs = SharedPacks(context, packs, items, spec, strategy.drafter.lookahead_rows)
     run = SimpleNamespace(global_batch=4, seed=0, optim=optim(), parallel=config)
     setup, rows = SimpleNamespace(config=run, total_steps=stop, spec=None), []
     checkpointer, tracker = Checkpointer(folder, CheckpointConfig(), {}), SimpleNamespace(log=rows.append)
