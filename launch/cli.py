@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from data_pipelines.errors import UserError, did_you_mean
 
-from .processes import Terminated
+from .supervision.processes import Terminated
 
 PREEMPTED, INTERRUPTED = 75, 130
 
@@ -182,16 +182,16 @@ COMMANDS = {
         "launch.planner.simulation.command:command",
     ),
     "bench-node": Command("measure this machine for plans", _bench_node_arguments, "launch.planner.bench_node:command"),
-    "status": Command("how a run stands, now", _status_arguments, "launch.status:command"),
+    "status": Command("how a run stands, now", _status_arguments, "launch.views.status:command"),
     "check-target": Command(
         "does this target fit? logits, taps, drafters, judge, memory",
         _check_target_arguments,
-        "launch.check_target:command",
+        "launch.views.check_target:command",
     ),
     "prepare": Command(
-        "rows → documents and packs; prints what became of them", _prepare_arguments, "launch.prepare:command"
+        "rows → documents and packs; prints what became of them", _prepare_arguments, "launch.views.prepare:command"
     ),
-    "inspect": Command("show rows with what of them is trained on", _inspect_arguments, "launch.inspect:command"),
+    "inspect": Command("show rows with what of them is trained on", _inspect_arguments, "launch.views.inspect:command"),
     "regenerate": Command(
         "let the target answer the prompts itself", _regenerate_arguments, "launch.commands:regenerate"
     ),
@@ -199,7 +199,9 @@ COMMANDS = {
     "produce": Command("one producer of hidden states", _produce_arguments, "launch.commands:produce"),
     "capture": Command("fill the folder of features of source=offline", _capture_arguments, "launch.commands:capture"),
     "evaluate": Command("decode with a trained drafter, per domain", _evaluate_arguments, "launch.commands:evaluate"),
-    "judge": Command("decode with any drafter of the format, ours or not", _judge_arguments, "launch.judging:command"),
+    "judge": Command(
+        "decode with any drafter of the format, ours or not", _judge_arguments, "launch.views.judge:command"
+    ),
     "calibrate": Command(
         "fit the confidence of a trained DSpark drafter", _calibrate_arguments, "launch.commands:calibrate"
     ),

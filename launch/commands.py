@@ -18,7 +18,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.markup import escape
 
-    from .doctor import examine
+    from .views.doctor import examine
 
     console, problems = Console(highlight=False, soft_wrap=True), 0
     for finding in examine(Path.cwd()):
@@ -43,7 +43,7 @@ def regenerate(arguments: argparse.Namespace) -> None:
     from data_pipelines.engines import resolve_target
     from trainer.config import load_config
 
-    from .data import regenerate_rows
+    from .stages.data import regenerate_rows
 
     config = load_config(arguments.recipe, arguments.overrides, arguments.config_dir)
     out = Path(arguments.out or Path(config.run_dir) / "regenerated.jsonl")
@@ -60,7 +60,7 @@ def ledger(arguments: argparse.Namespace) -> None:
     if not path.exists():
         from trainer.config import load_config
 
-        from .training import begin_by_hand
+        from .stages.training import begin_by_hand
 
         path = begin_by_hand(load_config(arguments.recipe, arguments.overrides, arguments.config_dir))
     elif arguments.overrides:
@@ -136,7 +136,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     from trainer.config import read_config
     from trainer.decoding.run import evaluate_run
 
-    from .judging import table
+    from .views.judge import table
 
     run_dir = Path(arguments.run_dir)
     config = read_config(RunFolder(run_dir).config, arguments.overrides)

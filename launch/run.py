@@ -25,13 +25,13 @@ from trainer.config import RunConfig, load_config, read_config, save_config
 from trainer.export.run import export_run
 from trainer.setup import RunSetup, prepare_run
 
-from . import data, preflight, report, results
 from .placement import LocalPlacement, Placement
-from .plan import show_plan
-from .processes import Stopped, Terminated
-from .screen import Screen
 from .slurm.queue import begun_before, remember_beginning
-from .training import train
+from .stages import data, preflight, report, results
+from .stages.training import train
+from .supervision.processes import Stopped, Terminated
+from .supervision.screen import Screen
+from .views.plan import show_plan
 
 
 def command(arguments: argparse.Namespace) -> int:

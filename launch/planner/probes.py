@@ -28,7 +28,7 @@ from data_pipelines.stores.mooncake import library_path, master_command, wait_re
 from data_pipelines.stream.client import LedgerClient
 from data_pipelines.stream.wants import Want, pack_ids
 
-from ..processes import free_port
+from ..supervision.processes import free_port
 from .hardware import BENCH_TOKENS
 
 _HOST = "127.0.0.1"

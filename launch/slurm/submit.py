@@ -19,7 +19,7 @@ from data_pipelines.files import write_text_atomically
 from data_pipelines.run_folder import RunFolder
 from trainer.config import RunConfig, load_config, save_config
 
-from ..preflight import check_data
+from ..stages.preflight import check_data
 from .layout import Layout, lay_out
 from .queue import job_of, remember_job
 from .script import options, write_script

@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 from data_pipelines.stores.mooncake import library_path, master_command, wait_ready
-from launch.processes import free_port
+from launch.supervision.processes import free_port
 
 HOST = "127.0.0.1"
 

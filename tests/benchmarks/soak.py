@@ -25,7 +25,7 @@ from data_pipelines.stores import build_store
 from data_pipelines.stores.config import StoreConfig
 from data_pipelines.stream.client import LedgerClient
 from data_pipelines.stream.messages import read_token
-from launch.processes import free_port
+from launch.supervision.processes import free_port
 
 from .processes import HOST, Master, Processes, markdown
 

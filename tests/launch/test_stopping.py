@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch import training
-from launch.processes import Stopped, Terminated
 from launch.run import stopping_on_signals
+from launch.stages import training
+from launch.supervision.processes import Stopped, Terminated
 from trainer.cluster import ClusterConfig, SlurmConfig
 
 

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from launch.gpus import assign_gpus
+from launch.placement import assign_gpus
 from tests.benchmarks import gpu
 from trainer.config import load_config
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_pipelines.errors import UserError
-from launch import roles, run
+from launch import run
 from launch.cli import main
 from launch.slurm import nodes
 from launch.slurm.layout import Layout, lay_out
@@ -19,6 +19,7 @@ from launch.slurm.queue import job_of, remember_beginning, remember_job
 from launch.slurm.script import write_script
 from launch.slurm.submit import _local_file_system
 from launch.slurm.sweep import combinations
+from launch.supervision import roles
 from trainer.config import load_config, save_config
 
 from .site import until

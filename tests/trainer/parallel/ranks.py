@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from launch.processes import free_port
+from launch.supervision.processes import free_port
 from trainer.parallel import process_group
 
 with suppress(ImportError):

@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 
 from trainer.config import RunConfig
 
-from . import roles
-from .placement import LocalPlacement
-from .processes import Role
-from .screen import Screen
+from ..placement import LocalPlacement
+from ..supervision import roles
+from ..supervision.processes import Role
+from ..supervision.screen import Screen
 
 
 def show_plan(config: RunConfig, screen: Screen) -> None:

@@ -12,9 +12,9 @@ from data_pipelines.caches import user_cache
 from data_pipelines.errors import UserError
 from trainer.config import RunConfig
 
-from .doctor import GIB
-from .placement import Placement
-from .processes import claim_port
+from ..placement import Placement
+from ..supervision.processes import claim_port
+from ..views.doctor import GIB
 
 _LEAST_FREE_GIB = 0.5
 

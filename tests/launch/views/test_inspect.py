@@ -12,7 +12,7 @@ from rich.console import Console
 
 from data_pipelines.documents import Document, Documents
 from launch.cli import main
-from launch.inspect import _spread, examine, print_inspection, show
+from launch.views.inspect import _spread, examine, print_inspection, show
 from trainer.config import load_config
 
 ROWS = [

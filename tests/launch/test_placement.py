@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from data_pipelines.errors import UserError
-from launch.gpus import assign_gpus, visible_gpus
+from launch.placement import assign_gpus, visible_gpus
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def print_inspection(found: Inspection, console: Console, *, quarantined: bool =
 
 def write_html(found: Inspection, path: Path) -> None:
     """One file that needs nothing else. Whatever the rows hold is escaped."""
-    page = resources.files("launch").joinpath("inspect.html.j2").read_text(encoding="utf-8")
+    page = resources.files("launch.views").joinpath("inspect.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     write_text_atomically(path, environment.from_string(page).render(found=found))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from data_pipelines.run_folder import RunFolder
 from trainer.config import RunConfig
 
-from .placement import Placement
+from ..placement import Placement
 from .processes import Role
 
 

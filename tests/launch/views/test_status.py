@@ -13,7 +13,7 @@ from rich.console import Console
 
 from data_pipelines.stream.ledger import Ledger
 from launch.cli import main
-from launch.status import Place, render
+from launch.views.status import Place, render
 
 CONFIG = "source: {ledger: 'http://127.0.0.1:1', token_file: TOKEN, ca_file: ''}\ncluster: {hang_seconds: 30.0}\n"
 

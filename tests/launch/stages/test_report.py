@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from launch.report import draw_curves, table, warnings
-from launch.screen import describe_step
+from launch.stages.report import draw_curves, table, warnings
+from launch.supervision.screen import describe_step
 
 
 def summary(before: float | None, after: float | None, *, share: float | None = 1.0, loss: float | None = 2.0) -> dict:

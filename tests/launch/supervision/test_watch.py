@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from launch import watch
-from launch.processes import Crew, Role
-from launch.watch import Watch
+from launch.supervision import watch
+from launch.supervision.processes import Crew, Role
+from launch.supervision.watch import Watch
 from trainer.config import load_config
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]

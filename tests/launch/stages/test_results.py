@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from data_pipelines.run_folder import RunFolder
-from launch import report, results
 from launch.cli import main
-from launch.processes import Stopped
+from launch.stages import report, results
+from launch.supervision.processes import Stopped
 from trainer.config import load_config
 from trainer.decoding import placement
 from trainer.decoding.judges import NotJudged

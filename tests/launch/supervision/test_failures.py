@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.failures import describe, ending, failure, told_to_stop
+from launch.supervision.failures import describe, ending, failure, told_to_stop
 
 TRACEBACK = """[rank0]: Traceback (most recent call last):
 [rank0]:   File "x.py", line 9, in <module>

@@ -24,7 +24,7 @@ from data_pipelines.stream.config import SourceConfig
 from data_pipelines.stream.messages import read_token
 from trainer.seal import RUN_FILE
 
-from .slurm.queue import job_of
+from ..slurm.queue import job_of
 
 # Nothing is imported that loads torch: that would take longer than all the rest.
 _HANG_SECONDS = 60.0  # where no config.yaml says it

@@ -9,7 +9,7 @@ from typing import Any
 
 from data_pipelines.errors import UserError
 
-from .results import domains
+from ..stages.results import domains
 
 
 def command(arguments: argparse.Namespace) -> None:

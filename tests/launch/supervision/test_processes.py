@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from data_pipelines.errors import UserError
-from launch import processes
-from launch.processes import Crew, Role, claim_port, cpu_seconds, end_hung, free_port
+from launch.supervision import processes
+from launch.supervision.processes import Crew, Role, claim_port, cpu_seconds, end_hung, free_port
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -218,7 +218,7 @@ def test_a_persons_own_files_are_not_taken_for_ours(tmp_path: Path, monkeypatch,
     command = [sys.executable, "-m", "look"]
     if how == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", *command]
-    root = Path(processes.__file__).parents[1]
+    root = Path(processes.__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "look.py").rename(tmp_path / "elsewhere" / "look.py")

@@ -25,7 +25,7 @@ UNMOVED = 0.01  # acceptance lengths that differ by less are the same
 def write_report(summary: dict[str, Any], config: RunConfig, data: dict[str, Any], run_dir: Path) -> None:
     """summary.json and report.html. data: the counts of the preparation and, if made, the `agreement` of a sample."""
     write_text_atomically(RunFolder(run_dir).summary, json.dumps(summary, indent=2) + "\n")
-    page = resources.files("launch").joinpath("report.html.j2").read_text()
+    page = resources.files("launch.stages").joinpath("report.html.j2").read_text()
     template = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined).from_string(page)
     html = template.render(
         title=_title(summary),

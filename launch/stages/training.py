@@ -20,14 +20,14 @@ from trainer.config import RunConfig, save_config
 from trainer.loop import PREEMPTED
 from trainer.setup import RunSetup, prepare_run
 
-from . import roles
-from .failures import describe, told_to_stop
-from .placement import Placement
+from ..placement import Placement
+from ..supervision import roles
+from ..supervision.failures import describe, told_to_stop
+from ..supervision.processes import Child, Crew, Role, Stopped, Terminated, end_hung
+from ..supervision.screen import MetricsTail, Screen, TrainingView
+from ..supervision.watch import watching
 from .preflight import check_tls
-from .processes import Child, Crew, Role, Stopped, Terminated, end_hung
 from .results import finished
-from .screen import MetricsTail, Screen, TrainingView
-from .watch import watching
 
 _CHECKPOINT_GRACE = 120.0  # least seconds for the trainer to write one when the run is stopped
 _POLL = 0.2

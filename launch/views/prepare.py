@@ -13,7 +13,7 @@ from data_pipelines.conversations.shards import Counts
 from trainer.config import load_config
 from trainer.setup import RunSetup, prepare_run
 
-from . import data
+from ..stages import data
 
 _BAR = 40  # characters of the longest bar of the histogram
 

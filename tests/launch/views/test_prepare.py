@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from launch.cli import main
-from launch.prepare import _histogram
+from launch.views.prepare import _histogram
 
 USER = {"role": "user", "content": "Please count the apples"}
 CHAT = {"messages": [USER, {"role": "assistant", "content": "Here are one two three " * 8}]}
