@@ -101,7 +101,13 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything that was measured")
 
 
+def _plugins(parser: argparse.ArgumentParser) -> None:
+    text = "modules of your own that register a drafter (docs/extending.md)"
+    parser.add_argument("--plugins", nargs="+", default=[], metavar="MODULE", help=text)
+
+
 def _judge_arguments(parser: argparse.ArgumentParser) -> None:
+    _plugins(parser)
     parser.add_argument("--target", required=True, metavar="T", help="a folder, a hub id, or tiny, or smollm2_135m")
     parser.add_argument("--draft", required=True, metavar="D", help="an export, a run's folder, or a hub id")
     parser.add_argument("--prompts", metavar="FILE", help="rows with `messages` and, optionally, `domain`")
@@ -159,6 +165,7 @@ def _capture_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_target_arguments(parser: argparse.ArgumentParser) -> None:
+    _plugins(parser)
     parser.add_argument("target", help="a hub id, a directory, tiny or smollm2_135m")
     parser.add_argument(
         "--dtype", default="auto", help="to load it in: auto (float32 if there is memory), float32, bfloat16"

@@ -128,7 +128,8 @@ def capture(arguments: argparse.Namespace) -> None:
     folder = Path(config.source.cache_dir or setup.folder.features)
     configure_logging(f"capture-{shard}")
     packs = setup.plan.packs
-    done = fill(packs, build_engine(setup.target, setup.spec), setup.spec, folder, shard=int(shard), shards=int(shards))
+    engine = build_engine(setup.target, setup.spec, setup.config.target.options)
+    done = fill(packs, engine, setup.spec, folder, shard=int(shard), shards=int(shards))
     print(f"{folder}: {done.computed} packs computed ({done.bytes / 1e6:,.0f} MB), {done.found} were there")
 
 

@@ -26,6 +26,7 @@ from data_pipelines.conversations.config import DataConfig
 from data_pipelines.engines.targets import TargetConfig
 from data_pipelines.errors import UserError, check_choice
 from data_pipelines.files import write_text_atomically
+from data_pipelines.plugins import load_plugins
 from data_pipelines.stores.config import StoreConfig
 from data_pipelines.stream.config import SourceConfig
 
@@ -50,6 +51,7 @@ class RunConfig:
     max_steps: int = 0  # 0: all steps of all epochs
     global_batch: int = 8  # packs in one optimizer step, over all ranks
     resume: str = "auto"  # auto: from the newest whole checkpoint of run_dir; never; or a checkpoint's path
+    plugins: list[str] = field(default_factory=list)  # modules of your own that register something (docs/extending.md)
     allow: list[str] = field(default_factory=list)  # keys that may differ from the checkpoint's, such as optim.lr
     target: TargetConfig = MISSING
     data: DataConfig = MISSING
@@ -125,6 +127,7 @@ def _register_schemas() -> None:
         store.store(group=group, name="schema", node=schema)
     for name, drafter in DRAFTERS.items():
         store.store(group="drafter", name=f"{name}_schema", node=drafter.Config)
+        store.store(group="drafter", name=name, node=drafter.Config)
 
 
 def recipe_names() -> list[str]:
@@ -146,6 +149,7 @@ def load_config(recipe: str, overrides: list[str] | None = None, config_dir: str
         raise UserError(f"--config-dir {config_dir} is not a folder")
     folder, name = _find_recipe(recipe, config_dir)
     own = [str(Path(config_dir).resolve())] if config_dir else []
+    load_plugins(_plugins(Path(folder) / f"{name}.yaml", overrides))
     composed = _compose(folder, name, overrides, own)
     try:
         OmegaConf.resolve(composed)
@@ -158,6 +162,16 @@ def load_config(recipe: str, overrides: list[str] | None = None, config_dir: str
         raise UserError(_first_line(error), where=f"recipe {name}") from error
 
 
+def _plugins(recipe: Path, overrides: Sequence[str]) -> list[str]:
+    """What the recipe's file or the command line names: their groups and keys exist once they are imported."""
+    given = [override for override in overrides if override.startswith("plugins=")]
+    named = OmegaConf.from_dotlist(given[-1:]) if given else OmegaConf.load(recipe)
+    plugins = OmegaConf.to_container(named).get("plugins") or [] if isinstance(named, DictConfig) else []
+    if not isinstance(plugins, list):
+        raise UserError(f"plugins={plugins} is no list", fix=f"plugins=[{plugins}]")
+    return [str(module) for module in plugins]
+
+
 def save_config(config: RunConfig, path: Path) -> None:
     write_text_atomically(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
@@ -167,6 +181,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not path.exists():
         raise UserError(f"{path} does not exist", fix="name the folder of a run, the one that holds config.yaml")
     raw = OmegaConf.load(path)
+    load_plugins(OmegaConf.select(raw, "plugins", default=[]))
     name = OmegaConf.select(raw, "drafter.name")
     if name not in DRAFTERS:
         raise UserError(f"unknown drafter {name!r}", where=str(path), fix=_nearest(str(name), DRAFTERS))
@@ -232,6 +247,8 @@ def _explain(error: Exception, name: str) -> str:
 def _suggest(error: Exception, name: str) -> str | None:
     """The nearest right name for the key or option that Hydra refused."""
     text = f"{error} {error.__cause__ or ''}"
+    if match := re.search(r"Could not override '(\w+\.options).*Key '(\w+)' is not in struct", text, re.DOTALL):
+        return f"+{match[1]}.{match[2]}=… adds a key of your own"
     if match := re.search(r"Could not override '([\w.]+)'", text):
         chosen = next((n for n, d in DRAFTERS.items() if f"'{d.Config.__name__}'" in text), None)
         if chosen and match[1] not in (keys := all_keys(chosen)) and match[1] in all_keys():
@@ -241,6 +258,7 @@ def _suggest(error: Exception, name: str) -> str | None:
     if match := re.search(r"(?:Could not find|Cannot find|load) '(\w+)/(\w+)'", text):
         group = Path(conf.__path__[0]) / match[1]
         options = sorted(p.stem for p in group.glob("*.yaml")) if group.is_dir() else []
+        options = sorted(DRAFTERS) if match[1] == "drafter" else options
         return f"{_nearest(match[2], options) or ''} ({match[1]}: {', '.join(options)})".strip()
     if match := re.search(r"Could not override '(\w+)'.*No match in the defaults list", text, re.DOTALL):
         return _nearest(match[1], list(_SCHEMAS))

@@ -13,7 +13,7 @@ from .checkpoint import Changes
 from .config import RunConfig, all_keys
 
 # What is free to differ between a run and its resumption: none of it decides which weights come out.
-_FREE = {"run_dir", "recipe", "resume", "allow"}
+_FREE = {"run_dir", "recipe", "resume", "allow", "plugins"}
 _FREE_KEYS = {"data.workers", "data.streaming", "data.max_quarantined_fraction"}
 _FREE_GROUPS = {"source", "store", "tracker", "cluster", "checkpoint", "evaluate", "export"}
 # How long a run is and in which precision it computes: a checkpoint can go on under another value, if that is wanted.
@@ -33,6 +33,7 @@ def run_identity(config: RunConfig, *, plan: str, target: str, dtype: str) -> di
             flat["parallel.compute_dtype"] = str(resolve_dtype(value["compute_dtype"]))
         elif key == "target":
             flat["target.dtype"] = dtype
+            flat["target.engine"] = value["engine"]
         elif isinstance(value, dict):
             flat.update({f"{key}.{name}": v for name, v in value.items()})
         else:

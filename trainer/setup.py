@@ -123,7 +123,7 @@ def prepare_run(config: RunConfig) -> RunSetup:
         kept = draft_vocabulary(prepared.documents, size, target.config.vocab_size)
     contract = drafter.contract(config.drafter, target.config.num_hidden_layers)
     dtype = str(resolve_dtype(config.target.dtype)).removeprefix("torch.")
-    spec = FeatureSpec(target.fingerprint, contract.taps, target.config.hidden_size, dtype)
+    spec = FeatureSpec(target.fingerprint, contract.taps, target.config.hidden_size, dtype, config.target.engine)
     plan = Plan(prepared.documents, pack_tokens=config.data.pack_tokens, seed=config.seed, epochs=config.epochs)
     if len(plan) < config.global_batch:
         raise UserError(

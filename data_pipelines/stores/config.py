@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from ..errors import UserError, check_choice
+from ..errors import UserError
+from .store import STORES
 
 
 @dataclass
 class StoreConfig:
-    """name: mooncake (RDMA or TCP between processes and machines), filesystem (a shared folder), memory (one process).
+    """name: mooncake (RDMA or TCP between processes and machines), filesystem (a shared folder), memory (one
+    process), or one that a plug-in registers.
 
     segment_bytes: memory that each producer lends to the pool. It bounds the features in flight together with the
     sources' prefetch. master: host:port of mooncake_master, set by the launcher.
@@ -23,9 +26,10 @@ class StoreConfig:
     buffer_bytes: int = 128 * 1024**2  # local transfer buffer of each client
     transfer_timeout_seconds: int = 30  # a get from a process that hangs fails after so long (Mooncake over TCP)
     path: str = ""  # filesystem: the shared folder
+    options: dict[str, Any] = field(default_factory=dict)  # of a store of your own
 
     def __post_init__(self) -> None:
-        check_choice("store.name", self.name, ("mooncake", "filesystem", "memory"))
+        STORES.choose(self.name)
         for key in ("segment_bytes", "buffer_bytes", "transfer_timeout_seconds"):
             if getattr(self, key) < 1:
                 raise UserError(f"store.{key}={getattr(self, key)}; it must be at least 1")

@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 
 from ..errors import UserError
-from . import Full, Missing, StoreError
+from .store import Full, Missing, StoreError
 
 _TEMPORARY = ".writing-"
 

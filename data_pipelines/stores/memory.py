@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from . import Full, Missing, StoreError
+from .store import Full, Missing, StoreError
 
 
 class _Pool:

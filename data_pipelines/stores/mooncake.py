@@ -25,9 +25,9 @@ import numpy as np
 
 from ..errors import UserError
 from ..network import own_address
-from . import Full, Missing, StoreError
 from .config import StoreConfig
 from .libraries import find_master, library_path, load_libraries
+from .store import Full, Missing, StoreError
 
 __all__ = ["MooncakeStore", "find_master", "library_path", "master_command", "wait_ready"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, model_validator
 
 from .. import __version__
 from ..errors import UserError
+from ..plugins import load_plugins
 from ..stores.config import StoreConfig
 from .wants import unpack_ids
 
@@ -167,10 +169,11 @@ def versions() -> dict[str, str]:
 
 
 def producer_config(
-    target: Any, store: StoreConfig, spec: Any, *, threads: int, lease_seconds: float
+    target: Any, store: StoreConfig, spec: Any, *, threads: int, lease_seconds: float, plugins: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The JSON of `GET /config`. target: TargetConfig. spec: FeatureSpec. threads: of a producer; 0: torch's choice."""
     return {
+        "plugins": list(plugins),
         "target": asdict(target),
         "store": asdict(store),
         "spec": {**asdict(spec), "taps": list(spec.taps)},
@@ -195,6 +198,7 @@ class ProducerConfig:
         """Raises UserError when the message was made by other versions than those installed here."""
         _check_versions(message.get("versions"))
         try:
+            load_plugins(message["plugins"])
             spec = {**message["spec"], "taps": tuple(message["spec"]["taps"])}
             store = StoreConfig(**message["store"])
             return cls(message["target"], store, spec, message["threads"], message["lease_seconds"])

@@ -226,7 +226,7 @@ def _build_engine(config: ProducerConfig, spec: FeatureSpec) -> Any:
             where=f"target {target.path}",
             fix="give producers and trainers the same weights and config",
         )
-    return build_engine(target, spec)
+    return build_engine(target, spec, config.target["options"])
 
 
 def _without_instance(message: dict[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,12 @@ def write_ledger_settings(config: RunConfig, setup: RunSetup, ports: dict[str, i
         "tls_key": cluster.tls_key and str(Path(cluster.tls_key).resolve()),
         "source": asdict(config.source),
         "config": producer_config(
-            config.target, config.store, setup.spec, threads=cluster.threads, lease_seconds=lease
+            config.target,
+            config.store,
+            setup.spec,
+            threads=cluster.threads,
+            lease_seconds=lease,
+            plugins=config.plugins,
         ),
     }
     write_text_atomically(setup.folder.ledger, json.dumps(settings, indent=2))

@@ -15,10 +15,12 @@ from rich.table import Table
 
 from data_pipelines.engines import Target, TargetConfig, resolve_dtype, resolve_target
 from data_pipelines.engines.targets import weight_files
+from data_pipelines.plugins import load_plugins
 from trainer.fit import Fit, check_target
 
 
 def command(arguments: argparse.Namespace) -> int:
+    load_plugins(arguments.plugins)
     target = resolve_target(TargetConfig.named(arguments.target))
     dtype = _dtype(target) if arguments.dtype == "auto" else resolve_dtype(arguments.dtype)
     fit = check_target(target, dtype)

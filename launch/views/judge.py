@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipelines.errors import UserError
+from data_pipelines.plugins import load_plugins
 
 from ..stages.results import domains
 
@@ -27,6 +28,7 @@ def command(arguments: argparse.Namespace) -> None:
     prompts = arguments.prompts
     if prompts and not prompts.startswith(("builtin:", "hf:")) and not Path(prompts).exists():
         raise UserError(f"--prompts {prompts} does not exist", fix="name a .jsonl file of rows with `messages`")
+    load_plugins(arguments.plugins)
     target = resolve_target(TargetConfig.named(arguments.target))
     judged = judge_saved(target, arguments.draft, EvaluateConfig(**asked), arguments.seed, arguments.draft_tokens)
     if arguments.out:

@@ -1,8 +1,10 @@
-"""The drafters, one file each. Adding one is one file, one line here and one file in conf/drafter/."""
+"""The drafters, one file each. Adding one is one file and one line here, or a plug-in (docs/extending.md)."""
 
 from __future__ import annotations
 
 import torch
+
+from data_pipelines.plugins import Registry
 
 from .base import Committed, Contract, Drafter, DrafterConfig
 from .dflash import DFlash
@@ -10,7 +12,9 @@ from .dspark import DSpark
 from .eagle3 import Eagle3
 from .mtp import MTP
 
-DRAFTERS: dict[str, type[Drafter]] = {"dflash": DFlash, "dspark": DSpark, "eagle3": Eagle3, "mtp": MTP}
+DRAFTERS: Registry[type[Drafter]] = Registry(
+    "drafter", {"dflash": DFlash, "dspark": DSpark, "eagle3": Eagle3, "mtp": MTP}
+)
 
 __all__ = ["DRAFTERS", "Committed", "Contract", "Drafter", "DrafterConfig", "build_drafter"]
 

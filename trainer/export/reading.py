@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from data_pipelines.errors import UserError
 
+from ..drafters import DRAFTERS
 from ..drafters.shape import LAYER_KEYS
 
 _COMMON = {"draft_vocab_size": 32000, "target_hidden_size": None}
@@ -59,11 +60,15 @@ def complete(exported: dict[str, Any], target_config, where: str) -> dict[str, A
     export for a target of another shape.
     """
     name = exported.get("speculators_model_type")
+    if name in DRAFTERS and name not in DEFAULTS:  # of a plug-in, which reads its own
+        return exported
     if name not in DEFAULTS:
         raise UserError(
             f"speculators_model_type is {name!r}, not one of {', '.join(DEFAULTS)}",
             where=where,
-            fix="this is not an export in the format of speculators" if name is None else None,
+            fix="this is not an export in the format of speculators"
+            if name is None
+            else "a drafter of your own needs --plugins <module that registers it>",
         )
     whole = {**exported, **{key: _value(exported, key, default, where) for key, default in DEFAULTS[name].items()}}
     whole["transformer_layer_config"] = layer = _layer(exported, name, where)

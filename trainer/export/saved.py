@@ -22,7 +22,7 @@ from ..checkpoint import find_checkpoint, read_weights
 from ..drafters import DRAFTERS, Drafter, DrafterConfig, build_drafter
 from ..seal import RUN_FILE, Broken, verify
 from ..target import FrozenTarget
-from .reading import complete, own_layer, proposed_tokens, verifier_name
+from .reading import DEFAULTS, complete, own_layer, proposed_tokens, verifier_name
 
 log = logging.getLogger("trainer")
 
@@ -149,13 +149,13 @@ def read_export(path: Path, target_config) -> SavedDrafter:
         raise UserError(f"not an exported drafter: {error}", where=str(path), fix="export it again") from error
     where = str(path)
     exported = complete(given, target_config, where)
-    kept = _kept(tensors, exported.get("draft_vocab_size", target_config.vocab_size), target_config.vocab_size, where)
     kind = DRAFTERS[exported["speculators_model_type"]]
+    kept = _kept(tensors, exported.get("draft_vocab_size", target_config.vocab_size), target_config.vocab_size, where)
     try:
         config = kind.config_from_export(exported)
     except UserError as error:
         raise UserError(error.what, where=where, fix=error.fix) from error
-    if config.name != "mtp":
+    if config.name in DEFAULTS and config.name != "mtp":
         config = replace(config, layer=own_layer(exported["transformer_layer_config"], config.name))
     head = tensors.get("lm_head.weight")
     if hasattr(config, "train_head"):
