@@ -11,8 +11,8 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
-from launch.supervision.processes import free_port
 from trainer.parallel import process_group
 
 with suppress(ImportError):
@@ -31,11 +31,11 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
 def forked(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What function(*arguments) returns in each of `size` processes, which have torchrun's environment. An error in one is
     an error here, with its traceback."""
-    port = free_port("127.0.0.1")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # ours, as torchrun's: its port is free
     ends, ranks = [], []
     for rank in range(size):
         mine, theirs = _SERVER.Pipe(duplex=False)
-        process = _SERVER.Process(target=_rank, args=(theirs, rank, size, port, function, arguments), daemon=True)
+        process = _SERVER.Process(target=_rank, args=(theirs, rank, size, store.port, function, arguments), daemon=True)
         process.start()
         theirs.close()
         ends.append(mine)
@@ -60,7 +60,7 @@ def _rank(end, rank: int, size: int, port: int, function, arguments) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
     )  # fmt: skip
     try:
         end.send((True, function(*arguments)))
