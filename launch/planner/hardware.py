@@ -10,6 +10,7 @@ import yaml
 
 from data_pipelines.errors import UserError
 from trainer.cluster import HardwareConfig
+from trainer.drafters import DRAFTERS
 
 from .assumptions import Assumption
 from .simulation.scenario import Costs
@@ -137,7 +138,7 @@ def resolve_hardware(config: HardwareConfig) -> Hardware:
     if config.inference_mfu:
         mfu["inference"] = config.inference_mfu
     if config.training_mfu:
-        mfu.update(dict.fromkeys(("eagle3", "mtp", "dflash", "dspark"), config.training_mfu))
+        mfu.update(dict.fromkeys(DRAFTERS, config.training_mfu))
     given = {
         key: value
         for key in ("devices_per_node", "link_bytes_per_second", "price_per_hour")

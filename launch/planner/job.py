@@ -15,14 +15,15 @@ from data_pipelines.errors import UserError
 from data_pipelines.features import FeatureSpec, payload_bytes
 from trainer.config import RunConfig
 from trainer.drafters import DRAFTERS, Drafter
+from trainer.drafters.cost import Flops, Work
 
 from . import memory
 from .assumptions import Assumption
-from .flops import Flops, target_flops, training_flops
+from .flops import target_flops, training_flops
 from .hardware import LINK_SHARE, PACK_CALLS, Hardware, ledger_seconds, resolve_hardware
 from .shapes import TargetShape, draft_shape, target_shape
 from .volume import Volume
-from .work import Work, expected_work
+from .work import expected_work
 
 REQUESTS = Assumption("requests to the ledger for a pack", len(PACK_CALLS), ", ".join(PACK_CALLS))
 OPTIMIZER_BYTES = Assumption(
@@ -86,7 +87,7 @@ class Job:
 
     @cached_property
     def kept(self) -> tuple[float, float]:
-        return memory.kept_per_row(self.drafter, self.target, self.compute_dtype)
+        return self.drafter.kept_per_row(self.target.hidden, self.compute_dtype)
 
     @property
     def taps(self) -> int:
@@ -123,7 +124,7 @@ class Job:
         share = hardware.efficiency(kind)
         matmul = self.training.matmul / (hardware.flops(self.compute_dtype) * share)
         attention = self.training.attention / (hardware.fp32_flops * share)
-        overhead = hardware.overhead_seconds.get(kind, 0.0) * layers_run(self.drafter)
+        overhead = hardware.overhead_seconds.get(kind, 0.0) * self.drafter.layers_run()
         return (matmul + attention) / self.config.parallel.context + overhead
 
     def rank_seconds(self, ranks: int) -> float:
@@ -306,12 +307,6 @@ class Job:
         kinds = ("", "_host") if self.hardware.host else ("_host",)
         needed = [n * sum(sum(found.get(role + kind, {}).values()) for kind in kinds) for role, n in here.items()]
         return sum(needed) if one and self.source != "offline" else max(needed)
-
-
-def layers_run(drafter: Drafter) -> int:
-    """How often some layer of the drafter is run in one training forward."""
-    layers = len(getattr(drafter, "layers", ())) or 1
-    return layers if drafter.first == 0 else layers * drafter.depth
 
 
 def make_job(config: RunConfig, volume: Volume) -> Job:

@@ -20,7 +20,6 @@ from trainer.parallel import ParallelConfig, parallelize, process_group
 from trainer.target import FrozenTarget
 
 from .flops import target_flops, training_flops
-from .job import layers_run
 from .probes import best
 from .shapes import TargetShape, count_target
 from .work import measured_work
@@ -88,7 +87,7 @@ def run_drafters(scale: Scale, dtype: torch.dtype, device: torch.device, only: s
     kept = torch.arange(scale.draft_vocabulary, device=device) if scale.draft_vocabulary else None
     found = {}
     for name, kind in {only: DRAFTERS[only]}.items() if only else DRAFTERS.items():
-        drafter, batch = _drafter(name, kind, scale, config, kept, dtype, device)
+        drafter, batch = _drafter(kind, scale, config, kept, dtype, device)
         targets = drafter.targets(batch, frozen)
         weights = torch.ones(drafter.depth, device=device)
 
@@ -97,7 +96,7 @@ def run_drafters(scale: Scale, dtype: torch.dtype, device: torch.device, only: s
             drafter(batch, targets, frozen, weights)[0].backward()
 
         flops = training_flops(drafter, measured_work(drafter, batch), _count(config))
-        found[name] = Measured(flops.matmul, flops.attention, best(step, device), layers_run(drafter))
+        found[name] = Measured(flops.matmul, flops.attention, best(step, device), drafter.layers_run())
     return found
 
 
@@ -106,7 +105,7 @@ def run_step(dtype: torch.dtype) -> float:
     with process_group(60.0) as world:
         config, device = EMPTY.config(), world.device
         frozen = FrozenTarget(LlamaForCausalLM(config).to(device, dtype).eval().requires_grad_(False))
-        drafter, batch = _drafter("eagle3", DRAFTERS["eagle3"], EMPTY, config, None, torch.float32, device)
+        drafter, batch = _drafter(DRAFTERS["eagle3"], EMPTY, config, None, torch.float32, device)
         batch = replace(batch, taps=batch.taps.to(dtype), final=batch.final.to(dtype))
         targets, weights = drafter.targets(batch, frozen), torch.ones(drafter.depth, device=device)
         compute = ParallelConfig(compute_dtype=str(dtype).removeprefix("torch."))
@@ -121,11 +120,8 @@ def run_step(dtype: torch.dtype) -> float:
     return max(0.0, with_step - run_drafters(EMPTY, dtype, device, only="eagle3")["eagle3"].seconds)
 
 
-def _drafter(name, kind, scale: Scale, config, kept, dtype, device) -> tuple[Drafter, Batch]:
-    options = {"anchors": scale.anchors, "mask_token": 3} if name in ("dflash", "dspark") else {}
-    if name in ("dflash", "dspark"):
-        options |= {"num_layers": 3, "block_size": 6}
-    drafter = build_drafter(kind.Config(taps=[1, 2, 3], **options) if name != "mtp" else kind.Config(), config, kept)
+def _drafter(kind, scale: Scale, config, kept, dtype, device) -> tuple[Drafter, Batch]:
+    drafter = build_drafter(kind.reference_config(scale.anchors), config, kept)
     drafter = drafter.to(device, dtype)
     rng = np.random.default_rng(0)
     pack = Pack(

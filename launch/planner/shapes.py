@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import yaml
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from data_pipelines.engines.anatomy import anatomy, text_config
 from data_pipelines.engines.targets import TargetConfig, resolve_target
 from data_pipelines.errors import UserError
 from trainer.drafters import Drafter, DrafterConfig, build_drafter
+from trainer.drafters.cost import AttentionShape, attention_shapes, is_routed, matrix_elements, routed_share
 
 TABLE = Path(__file__).with_name("targets.yaml")
 # What resolve_target would convert or build on this machine: their shapes are known without it.
@@ -26,16 +26,6 @@ SMOLLM2 = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """Of one layer: query heads, widths of a key and of a value. window: 0 for none."""
-
-    heads: int
-    key: int
-    value: int
-    window: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,52 +53,6 @@ class TargetShape:
     @property
     def vocabulary(self) -> int:
         return self.config.vocab_size
-
-
-def matrix_elements(module: nn.Module, routed: float) -> int:
-    """Elements of the matrices that one token is multiplied with. routed: the share of the experts that it is sent to."""
-    total = 0.0
-    for name, p in module.named_parameters():
-        if p.dim() < 2 or name.endswith("bias"):
-            continue
-        total += p.numel() * (routed if is_routed(name, p) else 1.0)
-    return round(total)
-
-
-def is_routed(name: str, parameter: torch.Tensor) -> bool:
-    """transformers keeps the experts of a layer in one tensor of three dimensions."""
-    return parameter.dim() == 3 and ".experts." in f".{name}"
-
-
-def routed_share(config) -> float:
-    experts = next(
-        (n for k in ("n_routed_experts", "num_experts", "num_local_experts") if (n := getattr(config, k, 0))), 0
-    )
-    return config.num_experts_per_tok / experts if experts else 1.0
-
-
-def attention_shapes(config) -> tuple[AttentionShape, ...]:
-    """One per decoder layer that attends over tokens. (Linear attention has no scores.)"""
-    heads = config.num_attention_heads
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or 0
-    shapes = []
-    for i, kind in enumerate(kinds):
-        if kind == "linear_attention":
-            continue
-        size = layer_key(config, "head_dim", i) or config.hidden_size // heads
-        key = getattr(config, "qk_head_dim", None) or size
-        value = getattr(config, "v_head_dim", None) or size
-        shapes.append(AttentionShape(heads, key, value, window if kind == "sliding_attention" else 0))
-    return tuple(shapes)
-
-
-def layer_key(config, key: str, layer: int) -> int | None:
-    """A key of one layer; transformers refuses to give one in which layers differ (Gemma 4) for the whole."""
-    try:
-        return getattr(config, key, None)
-    except RuntimeError:
-        return getattr(config.per_layer_config[layer], key, None)
 
 
 def target_shape(target: TargetConfig) -> TargetShape:

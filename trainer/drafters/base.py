@@ -16,6 +16,7 @@ from data_pipelines.errors import UserError
 from ..batch import Batch, round_counts
 from ..losses import Judged, Mixture, Teacher, streamed_loss, summarise_teacher
 from ..target import FrozenTarget
+from .cost import Cost
 from .layers import scale_norm
 
 
@@ -108,7 +109,7 @@ class Targets:
         return row + step + self.offset
 
 
-class Drafter(nn.Module):
+class Drafter(Cost, nn.Module):
     """Subclasses implement `contract`, `forward`, `new_state`, `propose` and the export pair.
 
     Row t's round starts at the bonus token x_{t+first}; its draft of step k predicts x_{t+first+1+k}, and the teacher

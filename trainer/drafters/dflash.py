@@ -26,6 +26,7 @@ from ..losses import CHUNK_ELEMENTS, Judged, upcast
 from ..target import FrozenTarget
 from .attention import rightmost
 from .base import Committed, Contract, Drafter, check_taps, default_taps
+from .block_cost import BlockCost
 from .blocks import CachedBlocks, TrainedBlocks, block_seen, context_seen, draw_anchors
 from .layers import BlockLayer, Rotary, init_linears
 from .shape import FULL, SLIDING, ShapeConfig, check_layer_types, draft_layer_config, shape_keys, warn_of_engines
@@ -141,7 +142,7 @@ class BlockState:
         self.drop_rejected()
 
 
-class DFlash(Drafter):
+class DFlash(BlockCost, Drafter):
     Config = DFlashConfig
     first = 0
 

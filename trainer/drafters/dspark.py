@@ -21,6 +21,7 @@ from data_pipelines.errors import UserError, check_choice
 
 from ..losses import Judged, upcast
 from ..target import FrozenTarget
+from .cost import elements
 from .dflash import SLIDING, DFlash, DFlashConfig
 
 HEADS = ("vanilla", "gated", "rnn")
@@ -111,6 +112,20 @@ class DSpark(DFlash):
         if self.markov_head is not None and self.config.confidence_with_markov:
             hidden = torch.cat([hidden, self.markov_head.markov_w1(previous)], -1)
         return self.confidence_head(hidden)
+
+    # ---- cost
+
+    def sequential_elements(self):
+        parts = [p for p in (self.markov_head, self.confidence_head) if p is not None]
+        return elements(
+            m for part in parts for n, m in part.named_children() if n in ("gate_proj", "joint_proj", "proj")
+        )
+
+    def head_width(self, width):
+        return width + (self.markov_head.rank if self.markov_head is not None else 0)  # [W | W2] is one head
+
+    def learns_head(self):
+        return self.markov_head is not None  # a part of it
 
     # ---- training
 

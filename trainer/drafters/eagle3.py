@@ -15,8 +15,10 @@ from data_pipelines.errors import UserError
 
 from ..target import FrozenTarget
 from .base import Contract, check_taps, default_taps
+from .cost import FIRST, TRAINED, AttentionShape, Flops, elements, matrix_elements
 from .layers import DraftLayer, FusionLayer, Rotary, init_linears
 from .rollout import RolloutDrafter
+from .rollout_cost import merged_flops, recomputed
 from .shape import (
     FULL,
     SLIDING,
@@ -75,6 +77,7 @@ class Eagle3Config(ShapeConfig):
 
 class Eagle3(RolloutDrafter):
     Config = Eagle3Config
+    narrows = True
 
     def __init__(self, config: Eagle3Config, target_config, kept: torch.Tensor | None):
         super().__init__()
@@ -128,6 +131,21 @@ class Eagle3(RolloutDrafter):
             taps = torch.stack([norm(tap) for norm, tap in zip(self.fc_norm, taps.unbind(-2))], -2)
         flat = taps.flatten(-2)
         return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
+
+    def body_flops(self, work, recompute):
+        normed_first = self.config.norm_before_fc or self.config.fc_norm
+        total = Flops((TRAINED if normed_first else FIRST) * self.fc.weight.numel() * work.tokens)
+        shape, last = self.layer_config, len(self.layers) - 1
+        score = AttentionShape(shape.num_attention_heads, shape.head_dim, shape.head_dim)
+        for i, layer in enumerate(self.layers):
+            keys = elements([layer.self_attn.k_proj, layer.self_attn.v_proj])
+            rest = matrix_elements(layer, 1.0) - keys
+            queries = work.rows[0] if i == last else work.tokens  # the first step of the last layer
+            later = sum(work.rows[1:])
+            total += Flops(TRAINED * (keys * (work.tokens + later) + rest * (queries + later)))
+            first = work.pairs[0] if i == last else work.all_pairs
+            total += merged_flops(score, first + sum(work.pairs[1:]))
+        return recomputed(total) if recompute else total
 
     def start(self, taps, final, frozen):
         return self.fuse(taps)

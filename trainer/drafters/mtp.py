@@ -37,9 +37,11 @@ from ..batch import Batch
 from ..target import FrozenTarget
 from .attention import CachedAttention, RolloutAttention
 from .base import Contract, DrafterConfig
+from .cost import TRAINED, Flops, attention_shapes, matrix_elements, routed_share
 from .family import OTHERS, Family
 from .native_mtp import read_native_heads
 from .rollout import RolloutDrafter, RolloutState
+from .rollout_cost import merged_flops, recomputed
 
 _CHOICES = {
     "form": ("shared", "chained"),
@@ -217,6 +219,26 @@ class MTP(RolloutDrafter):
 
     def normed(self, hidden):
         return hidden  # a module ends with its norm
+
+    # ---- cost
+
+    @property
+    def every_row(self) -> bool:
+        """Whether later steps run every row, not only those that count."""
+        return self.config.form == "chained" or self.config.attention == "own_step"
+
+    def body_flops(self, work, recompute):
+        module = matrix_elements(self.mtp_layers[0], routed_share(self.target_config))
+        rows = self.depth * work.tokens if self.every_row else work.tokens + sum(work.rows[1:])
+        pairs = self.depth * work.all_pairs if self.every_row else work.all_pairs + sum(work.pairs[1:])
+        total = Flops(TRAINED * module * rows) + merged_flops(attention_shapes(self.target_config)[-1], pairs)
+        return recomputed(total) if recompute else total
+
+    def activations(self, work, kept, state, recompute):
+        if not self.every_row:
+            return super().activations(work, kept, state, recompute)
+        first = kept[0] * work.tokens
+        return (self.depth * work.tokens * state, first) if recompute else (self.depth * first, 0.0)
 
     # ---- training
 

@@ -16,6 +16,7 @@ from ..batch import Batch
 from ..target import FrozenTarget
 from .attention import CachedAttention, RolloutAttention
 from .base import Committed, Drafter
+from .rollout_cost import RolloutCost
 
 
 @dataclass
@@ -30,7 +31,7 @@ class RolloutState:
             cache.select(sequences)
 
 
-class RolloutDrafter(Drafter):
+class RolloutDrafter(RolloutCost, Drafter):
     """Subclasses implement `start`, `run_layers`, `normed` and `head`, and say how many layers attend."""
 
     first = 1

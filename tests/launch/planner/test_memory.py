@@ -9,12 +9,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from data_pipelines.features import Features
-from launch.planner.memory import kept_bytes, kept_per_row, rank_memory
+from launch.planner.memory import rank_memory
 from launch.planner.shapes import count_target, draft_shape
 from launch.planner.work import measured_work
 from trainer.batch import Batch
 from trainer.config import load_config
 from trainer.drafters import DRAFTERS, build_drafter
+from trainer.drafters.cost import kept_bytes
 from trainer.drafters.dflash import DFlash
 from trainer.target import FrozenTarget
 
@@ -79,7 +80,14 @@ def test_a_training_step(name, options, recompute):
     sketch = draft_shape(DRAFTERS[name].Config(**options, draft_vocab_size=2000), target)
     work = measured_work(drafter, batch)
     parts = rank_memory(
-        config, sketch, target, work, kept_per_row(sketch, target, "float32"), ranks=1, machines=1, dtype="float32"
+        config,
+        sketch,
+        target,
+        work,
+        sketch.kept_per_row(target.hidden, "float32"),
+        ranks=1,
+        machines=1,
+        dtype="float32",
     )
     if not recompute:
         assert parts["activations"] == pytest.approx(kept, rel=0.1)
