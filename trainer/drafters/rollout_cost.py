@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from .cost import SAMPLE, AttentionShape, Cost, Flops, Sketch, chunk_pairs, kept_bytes, layer_key
+from .cost import SAMPLE, TRAINED, AttentionShape, Cost, Flops, Sketch, chunk_pairs, elements, kept_bytes, layer_key
 from .merged import CHUNK_ROWS
 
 
@@ -28,6 +28,12 @@ class RolloutCost(Cost):
     def shape(self):
         """The config of the layers."""
         return getattr(self, "layer_config", None) or self.target_config
+
+    def body_flops(self, work, recompute):
+        """Of a drafter whose layers do not attend: the first step runs every row, later ones those that count."""
+        modules = (child for name, child in self.named_children() if name != "lm_head")
+        body = Flops(TRAINED * elements(modules) * (work.tokens + sum(work.rows[1:])))
+        return recomputed(body) if recompute else body
 
     def measured_pairs(self, rows, starts):
         return tuple(chunk_pairs(wanted, starts) for wanted in rows)
@@ -64,10 +70,12 @@ class RolloutCost(Cost):
     def activations(self, work, kept, state, recompute):
         whole, queried = kept
         first, rest = whole * work.tokens, sum(work.rows[1:])
-        shape, last = self.shape, self.shape.num_hidden_layers - 1
-        heads = layer_key(shape, "num_key_value_heads", last) or shape.num_attention_heads
-        size = layer_key(shape, "head_dim", last) or shape.hidden_size // shape.num_attention_heads
-        made = self.attending * 2 * heads * size * state / shape.hidden_size  # keys and values of a row
+        made = 0.0  # keys and values of a row
+        if self.attending:
+            shape, last = self.shape, self.shape.num_hidden_layers - 1
+            heads = layer_key(shape, "num_key_value_heads", last) or shape.num_attention_heads
+            size = layer_key(shape, "head_dim", last) or shape.hidden_size // shape.num_attention_heads
+            made = self.attending * 2 * heads * size * state / shape.hidden_size
         # Each step keeps the keys and values of the steps before it, cut to its own rows.
         diagonals = made * sum(max(0, k - 1) * r for k, r in enumerate(work.rows))
         queries, later = (work.rows[0], whole + queried) if self.narrows else (0.0, queried)
@@ -77,5 +85,7 @@ class RolloutCost(Cost):
         return (work.tokens + rest) * (3 * state + made), again
 
     def score_elements(self, work):
+        if not self.attending:
+            return 0.0
         span = max((p / r for p, r in zip(work.pairs, work.rows, strict=True) if r), default=0.0)
         return self.shape.num_attention_heads * CHUNK_ROWS * span
