@@ -174,7 +174,7 @@ def test_servers_are_stopped_after_those_that_need_them(tmp_path: Path) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's death signal is Linux's")
 def test_children_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from launch.processes import Crew, Role; import time\n"
+        "from pathlib import Path; from launch.supervision.processes import Crew, Role; import time\n"
         f"crew = Crew(Path({str(tmp_path)!r}), 0); child = crew.start_helper(Role('helper', {SLEEP!r}))\n"
         "print(child.process.pid, flush=True); time.sleep(60)"
     )
