@@ -26,9 +26,8 @@ class UserError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what somebody else's code said went wrong (with the next, if it announces one), or its kind."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    """The first line of what somebody else's code said went wrong, or at least its kind."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str | None:
